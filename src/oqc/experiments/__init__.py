@@ -1,0 +1,1 @@
+"""Runs by name, and suites of them."""

@@ -1,0 +1,161 @@
+"""Deep-ViT, the paper's backbone, whole: pre-norm blocks, learned positions, no class token, mean pooling.
+
+images [B, C, h, w] -> patches [B, N, D] -> depth x (x + attention(norm x); x + ffn(norm x))
+-> readout over the last two block outputs -> norm -> mean over tokens [B, D] -> head [B, classes]
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from oqc import seeding
+from oqc.config import Model
+from oqc.nn import OQCFFN, Complement, PenultimateResidual
+
+# cuDNN's attention gave NaN gradients in bf16 (docs/deviations.md), so it is never among the choices.
+SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, **factory: Any) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, **factory)
+        self.proj = nn.Linear(width, width, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)  # [B, heads, N, D / heads]
+        if x.is_cuda:
+            with sdpa_kernel(SDPA_BACKENDS):
+                y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Model, backend: str, **factory: Any) -> None:
+        super().__init__()
+        ffn, side = config.ffn, config.image_size // config.patch_size
+        self.norm1 = nn.LayerNorm(config.width, **factory)
+        self.attn = Attention(config.width, config.heads, **factory)
+        self.norm2 = nn.LayerNorm(config.width, **factory)
+        self.ffn = OQCFFN(
+            config.width,
+            ffn.hidden,
+            host=ffn.host,
+            match=ffn.match if ffn.hidden is None else None,
+            groups=ffn.groups,
+            complement=ffn.complement,
+            rank=ffn.rank,
+            gate_init=ffn.gate_init,
+            eps=ffn.eps,
+            drop=ffn.drop,
+            grid=(side, side),
+            backend=backend,
+            **factory,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.ffn(self.norm2(x))
+
+    def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x = x + self.attn(self.norm1(x))
+        y, named = self.ffn.intermediates(self.norm2(x))
+        return x + y, named
+
+
+class DeepViT(nn.Module):
+    """The model a `config.Model` describes. `seed` fixes the start; without one it is drawn from PyTorch's generator.
+
+    With one seed, every weight outside the branch is the same whatever the complement: each parameter has a stream of
+    its own, keyed by the seed and its name.
+    """
+
+    def __init__(
+        self,
+        config: Model,
+        *,
+        seed: int | None = None,
+        backend: str = "auto",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        seed = int(torch.randint(2**62, ())) if seed is None else seed
+        factory = {"device": device, "dtype": dtype}
+        self.config = config
+        tokens = (config.image_size // config.patch_size) ** 2
+        self.patch_embed = nn.Linear(config.channels * config.patch_size**2, config.width, **factory)
+        self.pos_embed = nn.Parameter(torch.empty(1, tokens, config.width, **factory))
+        self.blocks = nn.ModuleList([Block(config, backend, **factory) for _ in range(config.depth)])
+        self.readout = PenultimateResidual(**factory) if config.readout else None
+        self.norm = nn.LayerNorm(config.width, **factory)
+        self.head = nn.Linear(config.width, config.num_classes, **factory) if config.num_classes else nn.Identity()
+        if not self.pos_embed.is_meta:
+            self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Matrices and positions: normal, std 0.02, cut at two; biases 0; depthwise maps as PyTorch starts them."""
+        for prefix, module in self.named_modules():
+            if isinstance(module, Complement):
+                module.init_weights(seeding.generator(seed, "branch", prefix, device=module.lift.weight.device))
+                continue
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if ".complement." in name or isinstance(module, (nn.LayerNorm, PenultimateResidual)):
+                    continue
+                generator = seeding.generator(seed, "host", name, device=parameter.device)
+                if name.endswith("bias"):
+                    nn.init.zeros_(parameter)
+                elif isinstance(module, nn.Conv2d):
+                    nn.init.kaiming_uniform_(parameter, a=5**0.5, generator=generator)
+                else:
+                    nn.init.trunc_normal_(parameter, std=0.02, generator=generator)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Images to patch tokens with positions, [B, N, D]."""
+        config, patch = self.config, self.config.patch_size
+        if x.shape[1:] != (config.channels, config.image_size, config.image_size):
+            raise ValueError(
+                f"the input must be [B, {config.channels}, {config.image_size}, {config.image_size}],"
+                f" got {list(x.shape)}"
+            )
+        x = F.pixel_unshuffle(x, patch).flatten(2).transpose(1, 2)  # [B, N, C * patch * patch]
+        return self.patch_embed(x) + self.pos_embed
+
+    def pool(self, last: Tensor, penultimate: Tensor) -> Tensor:
+        """Readout, norm, mean over tokens: the features before the head, [B, D]."""
+        z = last if self.readout is None else self.readout(last, penultimate)
+        return self.norm(z).mean(1)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = penultimate = self.embed(x)
+        for block in self.blocks:
+            penultimate, x = x, block(x)
+        return self.pool(x, penultimate)
+
+    @overload
+    def forward(self, x: Tensor, intermediates: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, intermediates: Literal[True]) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def forward(self, x: Tensor, intermediates: bool = False) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """Logits; with `intermediates` also a dict with `blocks.<i>.<b, q, m, q_perp, delta, gate, h>` and
+        `features`, computed by the literal equations."""
+        if not intermediates:
+            return self.head(self.forward_features(x))
+        named: dict[str, Tensor] = {}
+        x = penultimate = self.embed(x)
+        for i, block in enumerate(self.blocks):
+            penultimate, (x, parts) = x, block.intermediates(x)  # type: ignore[operator]
+            named |= {f"blocks.{i}.{name}": value for name, value in parts.items()}
+        named["features"] = self.pool(x, penultimate)
+        return self.head(named["features"]), named

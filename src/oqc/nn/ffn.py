@@ -1,0 +1,133 @@
+"""OQCFFN: any complement on any host, with the signature of timm's Mlp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oqc import ops
+from oqc.config import BACKENDS, COMPLEMENTS, check_choice
+from oqc.nn.complements import Complement
+from oqc.nn.hosts import AFBO, GATES, GLU, MLP, Host, host_class, match_hidden
+
+
+class OQCFFN(nn.Module):
+    """y = W (b(x) + gate * delta(x)): a host's hidden map b, and the complement orthogonal to it.
+
+    Drop-in for `timm.layers.Mlp`: the positional arguments are timm's, the keyword ones are ours. Input and output
+    are `[B, N, D]`, `[B, h, w, D]`, or with `use_conv` `[B, D, h, w]`. `match=4` picks the hidden width at which the
+    host has the parameters of an MLP of ratio 4 (and wins over `hidden_features`, which timm always passes).
+    `grid` and `prefix_tokens` matter to the AFBO host alone; without `grid` the tokens after the prefix are a square.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        act_layer: Callable[[], nn.Module] = nn.GELU,
+        norm_layer: Callable[..., nn.Module] | None = None,
+        bias: bool = True,
+        drop: float = 0.0,
+        use_conv: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        host: str = "mlp",
+        complement: str = "lowrank",
+        rank: int = 56,
+        match: float | None = None,
+        groups: int = 1,
+        gate_init: float | None = None,
+        eps: float = 1e-6,
+        grid: tuple[int, int] | None = None,
+        prefix_tokens: int = 0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_choice("complement", complement, COMPLEMENTS)
+        check_choice("backend", backend, BACKENDS)
+        cls = host_class(host)
+        out = out_features or in_features
+        hidden = hidden_features or in_features
+        if match is not None:
+            hidden = match_hidden(host, in_features, ratio=match, out=out, bias=bias, groups=groups)
+        if groups != 1 and host != "afbo":
+            raise ValueError(f"groups is for the afbo host, got groups {groups} with host {host!r}")
+        self.use_conv, self.backend, self.host_name = use_conv, backend, host
+        factory = {"device": device, "dtype": dtype}
+        common: dict[str, Any] = {"bias": bias, "drop": drop, "norm_layer": norm_layer, **factory}
+        self.host: Host
+        if cls is MLP:
+            self.host = MLP(in_features, hidden, out, act=act_layer, **common)
+        elif cls is GLU:
+            self.host = GLU(in_features, hidden, out, act=GATES[host], **common)
+        else:
+            self.host = AFBO(in_features, hidden, out, groups=groups, grid=grid, prefix_tokens=prefix_tokens, **common)
+        self.complement: Complement | None = None
+        if complement != "none":
+            self.complement = Complement(complement, in_features, hidden, rank, gate_init=gate_init, eps=eps, **factory)
+
+    def init_weights(self) -> None:
+        """Called by timm's initialisers after they have been over the linear layers: restores the branch's start."""
+        if self.complement is not None:
+            self.complement.init_weights()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, maps, b = self._hidden(x)
+        host, complement = self.host, self.complement
+        if complement is None:
+            return self._leave(host.project(b))
+        u, v = complement.branches(x, maps)
+        y = ops.ffn_output(
+            b,
+            u,
+            v,
+            complement.gate(x),
+            host.project if host.between() else host.fc2,
+            complement.lift,
+            complement.project,
+            space=complement.kind.space,
+            normalise=complement.kind.normalise,
+            eps=complement.eps,
+            backend=self.backend,
+        )
+        return self._leave(y)
+
+    def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The output by the literal equations, with b, q, m, q_perp, delta, gate and h by name."""
+        x, maps, b = self._hidden(x)
+        named, h = {"b": b}, b
+        if self.complement is not None:
+            kind, gate = self.complement.kind, self.complement.gate(x)
+            parts = ops.reference.update(
+                b,
+                *self.complement.branches(x, maps),
+                self.complement.lift,
+                self.complement.project,
+                space=kind.space,
+                normalise=kind.normalise,
+                eps=self.complement.eps,
+            )
+            h = ops.reference.inject(b, parts.delta, gate)
+            named |= {name: value for name, value in parts._asdict().items() if value is not None}
+            named["gate"] = torch.broadcast_to(gate, (*b.shape[:-1], 1))
+        named["h"] = h
+        return self._leave(self.host.project(h)), named
+
+    def _hidden(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+        """x with channels last, the host's maps of it, and b [..., H]."""
+        if self.use_conv:
+            x = x.permute(0, 2, 3, 1)  # [B, h, w, D]
+        maps = self.host.maps(x)
+        return x, maps, self.host.mix(*maps)
+
+    def _leave(self, y: Tensor) -> Tensor:
+        y = self.host.drop2(y)
+        return y.permute(0, 3, 1, 2) if self.use_conv else y
+
+    def extra_repr(self) -> str:
+        return f"host={self.host_name!r}, backend={self.backend!r}"

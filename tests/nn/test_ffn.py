@@ -1,0 +1,270 @@
+"""Any complement on any host through one class."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import oqc.ops
+from oqc.config import HOSTS
+from oqc.nn import KINDS, OQCFFN, Complement
+from oqc.ops import rankspace, reference
+
+ORTHOGONAL = [name for name, kind in KINDS.items() if kind.space != "none"]
+
+
+def ffn(host="mlp", complement="lowrank", rank=8, **options):
+    torch.manual_seed(0)
+    return OQCFFN(16, 24, host=host, complement=complement, rank=rank, **options)
+
+
+@pytest.mark.parametrize("complement", KINDS)
+@pytest.mark.parametrize("host", HOSTS)
+def test_backends_share_parameters_and_agree(host, complement):
+    module = ffn(host, complement).double()
+    other = ffn(host, complement, backend="reference").double()
+    assert list(module.state_dict()) == list(other.state_dict())
+    other.load_state_dict(module.state_dict())
+    x = torch.randn(3, 9, 16, dtype=torch.float64)
+    y = module(x)
+    assert torch.allclose(y, other(x), atol=1e-12, rtol=1e-10)
+    with_names, named = module.intermediates(x)
+    assert torch.allclose(y, with_names, atol=1e-12, rtol=1e-10)
+    assert {"b", "q", "q_perp", "delta", "gate", "h"} <= set(named)
+    assert ("m" in named) == (complement in ORTHOGONAL)
+    assert named["gate"].shape == (3, 9, 1)
+
+
+@pytest.mark.parametrize("complement", KINDS)
+def test_every_parameter_gets_a_gradient(complement):
+    module = ffn("afbo", complement)
+    module(torch.randn(3, 9, 16)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters()), [
+        n for n, p in module.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
+    ]
+
+
+@pytest.mark.parametrize("complement", ORTHOGONAL)
+@pytest.mark.parametrize(("host", "groups"), [*((h, 1) for h in HOSTS), ("afbo", 4)])
+def test_post_projection_overlap_in_float32(host, groups, complement):
+    """Mean |cos| of the projected feature and m at most 1e-7 over 1e5 tokens, literal and rank-space."""
+    module = ffn(host, complement, groups=groups)
+    with torch.no_grad():
+        x = torch.randn(1563, 64, 16)
+        _, maps, b = module._hidden(x)
+        _, named = module.intermediates(x)
+        part = module.complement
+        kappa, z = rankspace.coefficients(
+            b,
+            *part.branches(x, maps),
+            part.gate(x),
+            part.lift.weight,
+            None if part.project is None else part.project.weight,
+            space=part.kind.space,
+            normalise=part.kind.normalise,
+            eps=part.eps,
+        )
+        rebuilt = z.double()  # in rank space, z is q_perp up to a positive factor
+        if part.kind.space == "hidden":
+            rebuilt = kappa.double() * b.double() + z.double() @ part.lift.weight.double().T
+        m = named["m"].double()
+        before = torch.cosine_similarity(named["q"].double(), m, dim=-1).abs().mean()
+        after = [torch.cosine_similarity(v.double(), m, dim=-1).abs().mean() for v in (named["q_perp"], rebuilt)]
+    assert x.shape[0] * x.shape[1] >= 1e5
+    assert before > 0.02
+    assert max(after) <= 1e-7, after
+
+
+class Spy:
+    """Counts how often the literal path runs."""
+
+    def __init__(self, monkeypatch):
+        self.calls = 0
+        original = reference.update
+
+        def counted(*args, **kwargs):
+            self.calls += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(oqc.ops.reference, "update", counted)
+
+
+def literal_runs(monkeypatch, module):
+    spy = Spy(monkeypatch)
+    y = module(torch.randn(2, 9, 16))
+    assert torch.isfinite(y).all()
+    return spy.calls
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer with something added, as adapters have it."""
+
+    def forward(self, x):
+        return super().forward(x) + x.sum(-1, keepdim=True)
+
+
+def test_identity_is_used_where_it_holds(monkeypatch):
+    assert literal_runs(monkeypatch, ffn()) == 0
+
+
+@pytest.mark.parametrize("case", ["dropout", "norm", "lora", "hook", "pre_hook", "lift_hook", "parametrized", "asked"])
+def test_literal_path_where_the_identity_is_not_valid(monkeypatch, case):
+    module = ffn(
+        drop=0.1 if case == "dropout" else 0.0,
+        norm_layer=nn.LayerNorm if case == "norm" else None,
+        backend="reference" if case == "asked" else "torch",
+    )
+    host = module.host
+    if case == "lora":
+        host.fc2 = LoRALinear(24, 16)
+    elif case == "hook":
+        host.fc2.register_forward_hook(lambda m, i, o: o * 2)
+    elif case == "pre_hook":
+        host.fc2.register_forward_pre_hook(lambda m, i: (i[0] * 2,))
+    elif case == "lift_hook":
+        module.complement.lift.register_forward_hook(lambda m, i, o: o * 2)
+    elif case == "parametrized":
+        nn.utils.parametrizations.weight_norm(host.fc2)
+    assert literal_runs(monkeypatch, module) == 1
+    if case == "dropout":  # in evaluation nothing stands between h and W
+        assert literal_runs(monkeypatch, module.eval()) == 0
+
+
+def test_hook_on_the_output_projection_sees_h():
+    seen = []
+    module = ffn()
+    module.host.fc2.register_forward_pre_hook(lambda m, i: seen.append(i[0]))
+    x = torch.randn(2, 9, 16)
+    module(x)
+    assert torch.allclose(seen[0], module.intermediates(x)[1]["h"])
+
+
+def test_use_conv_is_the_same_function_with_channels_first():
+    for host in ("mlp", "afbo"):
+        plain, conv = ffn(host), ffn(host, use_conv=True)
+        conv.load_state_dict(plain.state_dict())
+        x = torch.randn(2, 16, 4, 4)
+        assert torch.allclose(conv(x), plain(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+
+
+def test_signature_is_timms():
+    import inspect
+
+    from timm.layers import Mlp
+
+    names = list(inspect.signature(Mlp.__init__).parameters)
+    assert list(inspect.signature(OQCFFN.__init__).parameters)[: len(names)] == names
+
+
+@pytest.mark.parametrize("weight_init", ["", "jax", "moco"])
+@pytest.mark.parametrize("complement", ["lowrank", "static", "dynamic"])
+def test_timms_initialiser_leaves_the_gate_alone(weight_init, complement):
+    from functools import partial
+
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(
+        img_size=32,
+        patch_size=8,
+        embed_dim=16,
+        depth=2,
+        num_heads=2,
+        num_classes=3,
+        weight_init=weight_init,
+        mlp_layer=partial(OQCFFN, complement=complement, rank=4),
+    )
+    for block in model.blocks:
+        part = block.mlp.complement
+        if complement == "dynamic":
+            assert part.gate_map.weight.abs().max() == 0
+            assert part.gate_map.bias.item() == -2
+        else:
+            assert abs(part.beta.item() - (-2 if complement == "lowrank" else 0)) < 0.05
+        assert 0.01 < part.u.weight.std() < 0.03
+    assert not torch.equal(model.blocks[0].mlp.complement.u.weight, model.blocks[1].mlp.complement.u.weight)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("complement", KINDS)
+def test_a_complement_does_not_shift_what_the_rest_draws(complement):
+    def draw(name):
+        torch.manual_seed(3)
+        module = OQCFFN(16, 24, complement=name, rank=4)
+        return [*module.host.parameters(), torch.randn(4)]
+
+    assert all(torch.equal(a, b) for a, b in zip(draw("none"), draw(complement), strict=True))
+
+
+def test_gate_starts():
+    starts = {name: ffn(complement=name).complement.gate(torch.randn(1, 1, 16)).flatten()[0].item() for name in KINDS}
+    low = torch.sigmoid(torch.tensor(-2.0)).item()
+    assert starts["full"] == starts["lowrank"] == starts["shared"] == pytest.approx(low)
+    assert starts["dynamic"] == pytest.approx(low)
+    assert starts["static"] == pytest.approx(0.5, abs=0.02)
+    assert starts["unprojected"] == pytest.approx(0.5, abs=0.02)
+    assert starts["ungated"] == 1
+    assert ffn(gate_init=1.5).complement.beta.item() == 1.5
+
+
+def test_dynamic_gate_is_one_number_a_token():
+    module = ffn(complement="dynamic")
+    nn.init.normal_(module.complement.gate_map.weight)
+    gate = module.complement.gate(torch.randn(2, 9, 16))
+    assert gate.shape == (2, 9, 1)
+    assert gate.std() > 0.05
+
+
+def test_shared_projection_reads_the_hosts_own_maps():
+    module = ffn("afbo", "shared")
+    assert not hasattr(module.complement, "u")
+    x = torch.randn(2, 9, 16)
+    u, v = module.complement.branches(x, module.host.maps(x))
+    assert torch.equal(u, module.host.map_a(x)[..., :8])
+    assert torch.equal(v, module.host.map_b(x)[..., :8])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank must be from 1 to the hidden width 24, got 0"),
+        ({"rank": 25}, "rank must be from 1 to the hidden width 24, got 25"),
+        ({"complement": "low_rank"}, "complement must be one of .*'low_rank'; did you mean 'lowrank'"),
+        ({"backend": "tritn"}, "backend must be one of .*'tritn'"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        ffn(**options)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("complement", ["full", "lowrank", "dynamic"])
+def test_bf16_autocast_follows_float64(complement, backend):
+    module = ffn("afbo", complement, backend=backend)
+    exact = copy.deepcopy(module).double()
+    x = torch.randn(4, 16, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(x)
+    assert y.dtype == torch.bfloat16
+    truth = exact(x.double())
+    assert (y.double() - truth).norm() / truth.norm() < 0.02
+
+
+def test_pure_bf16_module():
+    y = ffn("afbo", "full").bfloat16()(torch.randn(2, 9, 16, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+
+
+def test_compiles_whole():
+    for complement in ("lowrank", "full"):
+        module = ffn("afbo", complement)
+        x = torch.randn(2, 9, 16)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        assert torch.allclose(compiled(x), module(x), atol=1e-6)
+
+
+def test_meta_device():
+    module = OQCFFN(16, 24, complement="lowrank", rank=4, device="meta")
+    assert all(p.is_meta for p in module.parameters())
+    assert isinstance(module.complement, Complement)
