@@ -1,0 +1,72 @@
+"""`oqc data`: list, prepare and verify data sets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from oqc.data import pack, sources
+
+app = typer.Typer(help="List, prepare and verify data sets.", no_args_is_help=True)
+console = Console(soft_wrap=True, highlight=False)
+
+Name = Annotated[str, typer.Argument(help=f"{', '.join(sources.KNOWN)}, or a path: an image folder, an .npz file.")]
+Root = Annotated[str | None, typer.Option(help="The official archive or folder, or where it lies. Default: download.")]
+Size = Annotated[int | None, typer.Option(help="Resize the images to this side. Default: as they are.")]
+
+
+@app.command("list")
+def list_sets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """The known data sets, and every pack in the cache."""
+    packs = [_describe(folder) for folder in pack.find()]
+    missing = sorted(set(sources.KNOWN) - {row["name"] for row in packs})
+    rows = packs + [{"name": name, "pack": None} for name in missing]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        console.print(_line(row) if row["pack"] else f"{row['name']}: not packed", markup=False)
+
+
+@app.command()
+def prepare(name: Name, root: Root = None, image_size: Size = None) -> None:
+    """Verify a data set and pack it into the cache, from ROOT or by a download."""
+    console.print(_line(_describe(sources.prepare(name, root, image_size))), markup=False)
+
+
+@app.command()
+def verify(name: Name) -> None:
+    """Hash the packs of a data set again and compare with what was packed."""
+    folders = list(pack.find(name))
+    if not folders:
+        raise ValueError(f"the cache {pack.cache()} has no pack of {name!r}; make one with: oqc data prepare {name}")
+    for folder in folders:
+        pack.verify(folder)
+        console.print(f"intact: {_line(_describe(folder))}", markup=False)
+
+
+def _describe(folder: Path) -> dict[str, Any]:
+    manifest = pack.read_manifest(folder)
+    train, test = (manifest["arrays"][f"{part}_images"]["shape"] for part in ("train", "test"))
+    return {
+        "name": manifest["name"],
+        "train": train[0],
+        "test": test[0],
+        "image": train[1:],
+        "classes": len(manifest["classes"]),
+        "source": manifest["source"],
+        "digest": manifest["digest"],
+        "pack": str(folder),
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    image = "x".join(map(str, row["image"]))
+    return (
+        f"{row['name']}: {row['train']} train and {row['test']} test images of {image}, {row['classes']} classes,"
+        f" from {row['source']}, packed in {row['pack']}"
+    )
