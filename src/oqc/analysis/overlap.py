@@ -32,7 +32,7 @@ def overlap(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[
         with torch.no_grad():
             for x, _ in batches:
                 _, named = model(x, intermediates=True)
-                for prefix in {name.rpartition(".")[0] for name in named if name.endswith(".delta")}:
+                for prefix in [name.rpartition(".")[0] for name in named if name.endswith(".delta")]:
                     parts = {n.rpartition(".")[2]: t for n, t in named.items() if n.startswith(prefix + ".")}
                     found = {"hidden_cosine": _cosine(parts["delta"], parts["b"])}
                     gate = parts["gate"].double()

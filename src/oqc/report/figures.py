@@ -16,6 +16,7 @@ def accuracy_over_epochs(records: Sequence[Record]) -> str:
     """Mean test accuracy by epoch, one line a preset, with the spread over its seeds as a band."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     axes = figure.subplots()
@@ -30,7 +31,8 @@ def accuracy_over_epochs(records: Sequence[Record]) -> str:
                 epochs, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.12, lw=0
             )
     low = min(statistics.fmean(p["test"] for p in r["per_epoch"][len(r["per_epoch"]) // 3 :]) for r in records)
-    axes.set_ylim(bottom=max(0.0, low - 6))
+    axes.set_ylim(max(0.0, low - 6), 100.5 if max(r["best"] for r in records) > 94 else None)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("Epoch")
     axes.set_ylabel("Test accuracy (%)")
     axes.grid(alpha=0.25)

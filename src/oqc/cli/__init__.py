@@ -1,0 +1,52 @@
+"""The `oqc` command: groups, and one way for every mistake to end (one line on stderr, exit code 2)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import oqc
+from oqc.cli import data, demo, models, train
+
+START, TRAIN, DATA = "Start here", "Train and use", "Data"
+
+app = typer.Typer(
+    name="oqc",
+    help="Orthogonal Quadratic Complements for vision transformer feed-forward networks (arXiv 2604.09709).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(rich_help_panel=START)(demo.demo)
+app.command(rich_help_panel=START)(models.models)
+app.command(rich_help_panel=TRAIN)(train.train)
+app.command(rich_help_panel=TRAIN)(train.evaluate)
+app.command(rich_help_panel=TRAIN)(train.predict)
+app.add_typer(data.app, name="data", rich_help_panel=DATA)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"oqc {oqc.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            sys.exit(141)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,275 @@
+"""`oqc train`, `oqc evaluate`, `oqc predict`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+from PIL import Image
+from rich.console import Console
+
+from oqc import config as configs
+from oqc.config import Data, Model, Run
+from oqc.data import Dataset, load
+from oqc.data.images import fit
+from oqc.models import create_model, model_config
+from oqc.models.deep_vit import SDPA_BACKENDS
+from oqc.train import (
+    Display,
+    Diverged,
+    Evaluator,
+    RunFolder,
+    Silent,
+    Stopped,
+    Summary,
+    Trainer,
+    find_device,
+    load_weights,
+    train_many,
+)
+from oqc.train.distributed import joined
+from oqc.train.numerics import DTYPES, autocast, numerics
+
+SHAPES = {"digits": (8, 1, 10), "cifar10": (32, 3, 10), "cifar100": (32, 3, 100), "tiny-imagenet": (64, 3, 200)}
+
+Folder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<number>. Default: the GPU if there is one.")]
+Which = Annotated[str, typer.Option(help="Weights to use: last or best.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def train(
+    preset: Annotated[str | None, typer.Option(help="A run of the paper by name; other options change it.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model by name (oqc models).")] = None,
+    data: Annotated[str | None, typer.Option(help="Data set by name, an image folder or an .npz file.")] = None,
+    root: Annotated[str | None, typer.Option(help="Where the data set's archive or folder lies.")] = None,
+    val: Annotated[float | None, typer.Option(help="Share of the training part to hold out for choices.")] = None,
+    host: Annotated[str | None, typer.Option(help=", ".join(configs.HOSTS))] = None,
+    complement: Annotated[str | None, typer.Option(help=", ".join(configs.COMPLEMENTS))] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of the complement.")] = None,
+    epochs: Annotated[int | None, typer.Option()] = None,
+    batch: Annotated[int | None, typer.Option(help="Images per step, over all processes.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate at its peak.")] = None,
+    mode: Annotated[str | None, typer.Option(help=", ".join(configs.MODES))] = None,
+    precision: Annotated[str | None, typer.Option(help=", ".join(configs.PRECISIONS))] = None,
+    backend: Annotated[str | None, typer.Option(help=", ".join(configs.BACKENDS))] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Any config field: train.ema=0.999")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="One run for each: 0,1,2. Default: the config's.")] = None,
+    at_once: Annotated[str, typer.Option(help="Seeds to train at the same time on one GPU; auto measures.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; with several seeds, of their folders.")] = None,
+    resume: Annotated[list[Path] | None, typer.Option(metavar="RUN", help="Continue an interrupted run.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a run that is in the folder.")] = False,
+    device: Device = None,
+    tensorboard: Annotated[bool, typer.Option(help="Write event files for TensorBoard too.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved config as JSON and stop.")] = False,
+) -> None:
+    """Train a model; Ctrl-C saves and stops.
+
+    Several GPUs: torchrun --nproc-per-node K -m oqc train ...
+    """
+    fields = {
+        "data.name": data,
+        "data.root": root,
+        "data.val": val,
+        "model.ffn.host": host,
+        "model.ffn.complement": complement,
+        "model.ffn.rank": rank,
+        "train.epochs": epochs,
+        "train.batch": batch,
+        "train.lr": lr,
+        "train.mode": mode,
+        "train.precision": precision,
+        "train.backend": backend,
+    }
+    changes = [f"{field}={value}" for field, value in fields.items() if value is not None] + (settings or [])
+    if resume:
+        if preset or model or changes or seeds or out or overwrite or dry_run:
+            raise ValueError("--resume continues a run with its own config; give no other options that change it")
+        runs = {path: RunFolder(path).config() for path in resume}
+    else:
+        run = resolve(preset, model, changes)
+        if dry_run:
+            typer.echo(json.dumps(configs.to_dict(run), indent=2))
+            return
+        name = preset or model or _name(run)
+        numbers = _seeds(seeds) if seeds is not None else [run.train.seed]
+        each = [configs.override(run, [f"train.seed={number}"]) for number in numbers]
+        runs = {_place(out, name, one, several=len(each) > 1): one for one in each}
+        for path in runs:
+            RunFolder(path).check(overwrite=overwrite)
+    # What cuBLAS takes on recent GPUs anyway; PyTorch wants it said before it calls results repeatable.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with joined(device) as own:
+        leads = not dist.is_initialized() or dist.get_rank() == 0
+        options = {"device": own, "resume": bool(resume), "overwrite": overwrite, "tensorboard": tensorboard}
+        _run(runs, at_once if not dist.is_initialized() else "1", Console(quiet=not leads, soft_wrap=True), options)
+
+
+def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[str, Any]) -> None:
+    """Trains, shows, and turns what ends a run early into a message and an exit code."""
+    if at_once != "auto" and not at_once.isdecimal():
+        raise ValueError(f"--at-once must be auto or a number, got {at_once!r}")
+    datasets: dict[Data, Dataset] = {}
+    make: list[Callable[[], Trainer]] = []
+    try:
+        with Display(console).shown() as display:
+            for path, run in runs.items():
+                if run.data not in datasets:
+                    datasets[run.data] = load(run.data)
+                make.append(partial(_trainer, run, datasets[run.data], path, display, options))
+            summaries = train_many(make, at_once if at_once == "auto" else int(at_once))
+    except (Stopped, Diverged) as end:
+        if not console.quiet:
+            typer.echo(str(end), err=True)
+        raise typer.Exit(128 + end.signal if isinstance(end, Stopped) else 1) from None
+    for path, summary in zip(runs, summaries, strict=True):
+        console.print(_line(path, summary), highlight=False, markup=False)
+
+
+def _trainer(run: Run, dataset: Dataset, path: Path, display: Display, options: dict[str, Any]) -> Trainer:
+    return Trainer(
+        create_model(run.model, seed=run.train.seed, backend=run.train.backend),
+        dataset,
+        run,
+        path,
+        progress=Silent() if display.console.quiet else display.run(f"seed {run.train.seed}"),
+        notes={"backend": run.train.backend, "sdpa_backends": [backend.name for backend in SDPA_BACKENDS]},
+        **options,
+    )
+
+
+def resolve(preset: str | None, model: str | None, changes: list[str]) -> Run:
+    """The config that a preset or a model, options and settings describe; the model's ends fit the data set."""
+    run = Run()
+    if preset is not None:
+        from oqc.experiments import presets
+
+        run = presets.get(preset)
+    if model is not None:
+        run = dataclasses.replace(run, model=model_config(model))
+    data = configs.override(run, [change for change in changes if change.strip().startswith("data.")]).data
+    size, channels, classes = _shape(data)
+    ends = [f"model.image_size={size}", f"model.channels={channels}", f"model.num_classes={classes}"]
+    run = configs.override(run, ends + changes)
+    create_model(run.model, backend=run.train.backend, device="meta")  # every mistake shows before anything starts
+    return run
+
+
+def _shape(data: Data) -> tuple[int, int, int]:
+    """Image size, channels and classes; known sets are not opened for it."""
+    if data.name in SHAPES:
+        size, channels, classes = SHAPES[data.name]
+        return data.image_size or size, channels, classes
+    dataset = load(data)
+    _, channels, height, width = dataset.train.images.shape
+    if height != width:
+        raise ValueError(f"{data.name} has images of {width}x{height}; make them square with --set data.image_size=N")
+    return height, channels, len(dataset.classes)
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--seeds must be whole numbers with commas between them, got {text!r}") from None
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"--seeds must differ, got {text!r}")
+    return numbers
+
+
+def _name(run: Run) -> str:
+    ffn = run.model.ffn
+    branch = "" if ffn.complement == "none" else f"-{ffn.complement}-r{ffn.rank}"
+    return f"{Path(run.data.name).stem}-{ffn.host}{branch}"
+
+
+def _place(out: Path | None, name: str, run: Run, *, several: bool) -> Path:
+    if out is not None:
+        return out / f"s{run.train.seed}" if several else out
+    return Path("runs") / f"{name}-{configs.content_hash(run)}-s{run.train.seed}"
+
+
+def _line(path: Path, summary: Summary) -> str:
+    chosen = "" if summary.at_best_val is None else f", at best validation {summary.at_best_val:.2f}"
+    return (
+        f"{path}: best {summary.best:.2f}, final {summary.final:.2f}{chosen}; {summary.parameters / 1e6:.2f} M"
+        f" parameters, {summary.images_per_s:,.0f} images/s, {summary.non_finite} non-finite steps"
+    )
+
+
+def evaluate(
+    run: Folder,
+    split: Annotated[str, typer.Option(help="test or val.")] = "test",
+    checkpoint: Which = "last",
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Accuracy of a run's weights on a split of its data set."""
+    configs.check_choice("split", split, ("test", "val"))
+    config, own = RunFolder(run).config(), find_device(device)
+    model = _load_model(run, config, checkpoint, own)
+    dataset = load(config.data)
+    part = dataset.test if split == "test" else dataset.val
+    if part is None:
+        raise ValueError(f"{run} was trained without a validation part (data.val is 0)")
+    train = config.train
+    evaluator = Evaluator(model, part, dataset, own, precision=train.precision, batch=train.batch)
+    with numerics(tf32=train.tf32, deterministic=train.deterministic):
+        accuracy = evaluator.start().item()
+    if as_json:
+        found = {"run": str(run), "split": split, "checkpoint": checkpoint, "images": len(part), "accuracy": accuracy}
+        typer.echo(json.dumps(found))
+    else:
+        typer.echo(f"{accuracy:.2f}% of {len(part)} {split} images ({checkpoint} weights)")
+
+
+def predict(
+    run: Folder,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files.")],
+    checkpoint: Which = "last",
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """The five most likely classes of images, which are resized to the model's size."""
+    folder, own = RunFolder(run), find_device(device)
+    config, data = folder.config(), folder.read("environment.json")["data"]
+    model = _load_model(run, config, checkpoint, own)
+    dtype = DTYPES[config.train.precision]
+    pixels = torch.stack([_read_image(path, config.model) for path in images]).to(own, dtype)
+    mean, std = (torch.tensor(data[name], device=own, dtype=dtype)[:, None, None] for name in ("mean", "std"))
+    with torch.no_grad(), autocast(own, config.train.precision):
+        logits = model((pixels / 255 - mean) / std)
+    chances, order = logits.double().softmax(1).topk(min(5, logits.shape[1]))
+    for path, row, classes in zip(images, chances.tolist(), order.tolist(), strict=True):
+        top = [{"class": data["classes"][k], "probability": p} for p, k in zip(row, classes, strict=True)]
+        if as_json:
+            typer.echo(json.dumps({"image": str(path), "top": top}))
+        else:
+            typer.echo("\n".join([str(path), *(f"  {100 * one['probability']:6.2f}%  {one['class']}" for one in top)]))
+
+
+def _load_model(run: Path, config: Run, checkpoint: str, device: torch.device) -> torch.nn.Module:
+    model = create_model(config.model, seed=config.train.seed, backend=config.train.backend)
+    model.load_state_dict(load_weights(run, checkpoint))
+    return model.to(device, DTYPES[config.train.precision]).eval()
+
+
+def _read_image(path: Path, model: Model) -> torch.Tensor:
+    """uint8 [C, H, W] of the model's size: the centre square, as data sets are packed."""
+    try:
+        with Image.open(path) as image:
+            pixels = np.array(fit(image.convert("L" if model.channels == 1 else "RGB"), model.image_size))
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"{path} cannot be read as an image: {error}") from None
+    return torch.from_numpy(pixels).reshape(model.image_size, model.image_size, -1).permute(2, 0, 1)

@@ -1,0 +1,145 @@
+"""Checkpoints on disk: tensors in safetensors, the rest in JSON, one digest over both.
+
+`<name>.safetensors` is written before `<name>.json`, each to a temporary file that is flushed to the disk and renamed,
+so a checkpoint whose JSON is there is whole unless the disk damaged it, which the digest tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+KEPT = 2  # of the newest, beside the best
+_NAME = re.compile(r"(step|best)-(\d{9})")
+
+Record = dict[str, Any]
+
+
+class Damaged(ValueError):
+    """A checkpoint that cannot be read or whose digest is wrong; the message names the file."""
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replaces a file so that after a crash either the old or the new content is there."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    if os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write(folder: Path, name: str, tensors: dict[str, Tensor], record: Record) -> None:
+    data = safetensors.torch.save(tensors)
+    write_file(folder / f"{name}.safetensors", data)
+    content = {"sha256": _digest(data, record), **record}
+    write_file(folder / f"{name}.json", json.dumps(content, indent=1).encode())
+
+
+def read(folder: Path, name: str) -> tuple[dict[str, Tensor], Record]:
+    """Tensors and record of a checkpoint; `Damaged` names the file that is at fault."""
+    path = folder / f"{name}.json"
+    try:
+        record: Record = json.loads(path.read_bytes())
+        digest = record.pop("sha256")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Damaged(f"checkpoint {path} is damaged: it is not the JSON record of a checkpoint") from error
+    path = folder / f"{name}.safetensors"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"checkpoint {path} cannot be read: {error.strerror}") from error
+    if _digest(data, record) != digest:
+        raise Damaged(f"checkpoint {path} is damaged: its digest is not the one in {name}.json")
+    return safetensors.torch.load(data), record
+
+
+def _digest(data: bytes, record: Record) -> str:
+    digest = hashlib.sha256(data)
+    digest.update(json.dumps(record, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def names(folder: Path, kind: str) -> list[str]:
+    """Checkpoints of a kind (`step` or `best`), newest first."""
+    found = (_NAME.fullmatch(path.stem) for path in folder.glob("*.json"))
+    return sorted((match[0] for match in found if match and match[1] == kind), reverse=True)
+
+
+def read_newest(folder: Path) -> tuple[dict[str, Tensor], Record, list[str]] | None:
+    """The newest whole checkpoint and a warning for each damaged one passed over; None where there is none at all."""
+    damaged: list[str] = []
+    for name in names(folder, "step"):
+        try:
+            return *read(folder, name), [f"{text}; going back to the one before" for text in damaged]
+        except Damaged as error:
+            damaged.append(str(error))
+    if damaged:
+        raise Damaged(damaged[0])
+    return None
+
+
+def prune(folder: Path) -> None:
+    """Removes all but the newest two, the best, and whatever is not ours; JSON first, so that none is left half."""
+    keep = {*names(folder, "step")[:KEPT], *names(folder, "best")[:1]}
+    for path in sorted(folder.iterdir()):
+        name = path.name.split(".")[0]
+        if _NAME.fullmatch(name) and (name not in keep or path.suffix == ".tmp"):
+            path.unlink()
+
+
+class Writer:
+    """Writes checkpoints in a thread of its own, one at a time; `wait` raises what went wrong there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="oqc-checkpoint")
+        self._pending: Future[None] | None = None
+
+    def save(self, checkpoints: dict[str, dict[str, Tensor]], record: Record) -> None:
+        """Checkpoints by name, in the order in which they are to be written, on the CPU and not changed later."""
+        self.wait()
+        self._pending = self._pool.submit(self._save, checkpoints, record)
+
+    def _save(self, checkpoints: dict[str, dict[str, Tensor]], record: Record) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, tensors in checkpoints.items():
+            write(self.folder, name, tensors, record)
+        prune(self.folder)
+
+    def wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that neither training nor each other can change."""
+    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
+
+
+def parameter_hash(model: nn.Module) -> str:
+    """sha256 over names, shapes and bytes of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,82 @@
+"""The folder of a run: what was asked (config), where it ran (environment), what came out (metrics, summary)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from oqc import config as configs
+from oqc.config import Run
+from oqc.train.checkpoint import write_file
+
+Row = dict[str, Any]
+
+
+class RunFolder:
+    """`config.json`, `environment.json`, `metrics.jsonl`, `summary.json` and `checkpoints/` under one path."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "summary.json").exists()
+
+    def check(self, *, overwrite: bool = False) -> None:
+        """Refuses a place that holds a run already, unless that may be overwritten, or something else."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file, not a folder for a run")
+        if (self.path / "config.json").exists():
+            if not overwrite:
+                state = "a finished" if self.finished else "an unfinished"
+                way = "choose another folder" if self.finished else f"continue it with --resume {self.path}"
+                raise ValueError(f"{self.path} holds {state} run; {way}, or replace it with --overwrite")
+        elif self.path.exists() and any(self.path.iterdir()):
+            raise ValueError(f"{self.path} is not empty and holds no run; choose another folder")
+
+    def create(self, config: Run, *, overwrite: bool = False) -> None:
+        """Starts a new run here, in place of an old one where that is allowed."""
+        self.check(overwrite=overwrite)
+        self._clear()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.write("config.json", configs.to_dict(config))
+
+    def _clear(self) -> None:
+        for name in ("summary.json", "config.json", "environment.json", "metrics.jsonl"):
+            (self.path / name).unlink(missing_ok=True)
+        for path in self.path.glob("events.out.tfevents.*"):
+            path.unlink()
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def config(self) -> Run:
+        return configs.from_dict(Run, self.read("config.json"))
+
+    def read(self, name: str) -> Any:
+        path = self.path / name
+        if not path.exists():
+            raise ValueError(f"{self.path} is not the folder of a run: it has no {name}")
+        try:
+            return json.loads(path.read_bytes())
+        except ValueError:
+            raise ValueError(f"{path} is damaged: it is not JSON") from None
+
+    def write(self, name: str, content: Any) -> None:
+        write_file(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
+
+    def record_environment(self, environment: dict[str, Any], *, resumed: bool) -> None:
+        """Where the run started, and where it went on if that was later."""
+        if resumed and (self.path / "environment.json").exists():
+            first = self.read("environment.json")
+            environment = {**first, "resumed": [*first.get("resumed", []), environment]}
+        self.write("environment.json", environment)
+
+    def append(self, row: Row) -> None:
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rewrite_metrics(self, rows: list[Row]) -> None:
+        """Takes the metrics back to a checkpoint's point."""
+        write_file(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())

@@ -1,0 +1,116 @@
+"""Several runs on one device at once: each has its own stream, graph and memory, one host thread feeds them in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+
+import torch
+
+from oqc.train.numerics import preserved_generator
+from oqc.train.stopping import Diverged, Stopped, StopRequest, stop_on_signals
+from oqc.train.summary import Summary
+from oqc.train.trainer import Trainer
+
+GAIN = 1.05  # one more run at once must give this much more images/s to be worth its memory
+MEASURED = 20  # steps of each run in a measurement
+
+
+def train_many(make: Sequence[Callable[[], Trainer]], at_once: int | str = "auto") -> list[Summary]:
+    """Trains the runs that `make` builds, at most `at_once` at a time, each bit for bit as it would be alone.
+
+    `auto` adds runs while bare steps of one more raise the total images/s. On the CPU runs go one after another.
+    A run that diverges lets the others finish; a signal saves all that are under way.
+    """
+    if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
+        raise ValueError(f"at_once must be auto or 1 or more, got {at_once!r}")
+    if not make:
+        return []
+    built = [make[0]()]
+    device = built[0].device
+    with stop_on_signals() as stop, preserved_generator(device):
+        limit = 1
+        if device.type == "cuda":
+            limit = at_once if isinstance(at_once, int) else _measure(built, make)
+        return _interleave(built, make, limit, stop)
+
+
+def _measure(built: list[Trainer], make: Sequence[Callable[[], Trainer]]) -> int:
+    """How many runs at once give the most images/s; appends the trainers it had to build on the way."""
+    limit, rate = 1, replay_rate(built, MEASURED)
+    while limit < len(make):
+        try:
+            built.append(make[limit]())
+            more = replay_rate(built, MEASURED)
+        except torch.OutOfMemoryError:
+            del built[limit:]
+            break
+        if more < GAIN * rate:
+            break
+        limit, rate = limit + 1, more
+    torch.cuda.empty_cache()
+    return limit
+
+
+def _interleave(
+    built: list[Trainer], make: Sequence[Callable[[], Trainer]], limit: int, stop: StopRequest
+) -> list[Summary]:
+    """Feeds up to `limit` runs in turn until all are done; `built` are the first of them, which exist already."""
+    done: dict[int, Summary] = {}
+    stopped: list[Stopped] = []
+    diverged: list[Diverged] = []
+    active: dict[int, Generator[None, None, Summary]] = {}
+    started = 0
+    while active or (started < len(make) and stop.signal is None):
+        while len(active) < limit and started < len(make) and stop.signal is None:
+            trainer = built.pop(0) if built else make[started]()
+            trainer.prepare()
+            active[started] = trainer.run(stop)
+            del trainer
+            started += 1
+        for number, steps in list(active.items()):
+            try:
+                next(steps)
+            except StopIteration as end:
+                done[number] = end.value
+            except Stopped as error:
+                stopped.append(error)
+            except Diverged as error:
+                diverged.append(error)
+            else:
+                continue
+            del active[number]
+    if stop.signal is not None and len(done) < len(make):
+        step = max((error.step for error in stopped), default=0)
+        raise Stopped(stop.signal, step, [f for error in stopped for f in error.folders], len(make) - started)
+    if diverged:
+        raise diverged[0]
+    return [done[number] for number in sorted(done)]
+
+
+def replay_rate(trainers: Sequence[Trainer], steps: int) -> float:
+    """Images/s of bare steps, those of several trainers interleaved; the training state is as before afterwards."""
+    before = []
+    for trainer in trainers:
+        trainer.prepare()
+        with trainer.scope():
+            before.append({name: value.clone() for name, value in trainer.step.state().items()})
+    with preserved_generator(trainers[0].device):
+        _replay(trainers, 3)
+        began = time.perf_counter()
+        _replay(trainers, steps)
+        seconds = time.perf_counter() - began
+    for trainer, state in zip(trainers, before, strict=True):
+        with trainer.scope():
+            trainer.step.load(state)
+        trainer.synchronize()
+    return steps * sum(trainer.config.train.batch for trainer in trainers) / seconds
+
+
+def _replay(trainers: Sequence[Trainer], steps: int) -> None:
+    for _ in range(steps):
+        for trainer in trainers:
+            with trainer.scope():
+                trainer.step.replay()
+    for trainer in trainers:
+        trainer.synchronize()

@@ -1,0 +1,98 @@
+"""Keeps a run on disk: opens its folder, logs evaluations, saves and loads checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from oqc import config as configs
+from oqc.config import Run
+from oqc.train import checkpoint
+from oqc.train.folder import Row, RunFolder
+
+
+class Recorder:
+    """Does nothing where `folder` is None: a run without a folder, or a rank other than the first."""
+
+    def __init__(self, folder: RunFolder | None, config: Run, *, tensorboard: bool = False) -> None:
+        self.folder, self.config, self.tensorboard = folder, config, tensorboard
+        self._writer = checkpoint.Writer(folder.checkpoints) if folder else None
+        self._board: Any = None
+
+    def start(self, environment: dict[str, Any], history: list[Row], *, resumed: bool, overwrite: bool) -> None:
+        if self.folder is None:
+            return
+        if not resumed:
+            self.folder.create(self.config, overwrite=overwrite)
+        self.folder.record_environment(environment, resumed=resumed)
+        self.folder.rewrite_metrics(history)
+        if self.tensorboard:
+            self._board = _tensorboard(self.folder.path, history[-1]["step"] + 1 if history else 0)
+
+    def evaluated(self, row: Row) -> None:
+        if self.folder is not None:
+            self.folder.append(row)
+        if self._board is not None:
+            for name, value in row.items():
+                if value is not None:
+                    self._board.add_scalar(name, value, row["step"])
+            self._board.flush()
+
+    def save(
+        self, step: int, tensors: dict[str, Tensor], best: tuple[int, dict[str, Tensor]] | None, record: Row
+    ) -> None:
+        """Saves in the background; `best` are weights, with their step, that became the best since the last time."""
+        if self._writer is None:
+            return
+        checkpoints = {f"best-{best[0]:09d}": checkpoint.to_cpu(best[1])} if best else {}
+        checkpoints[f"step-{step:09d}"] = checkpoint.to_cpu(tensors)
+        record = {"step": step, "config": configs.to_dict(self.config), **record, "history": list(record["history"])}
+        self._writer.save(checkpoints, record)
+
+    def finish(self, summary: Any) -> None:
+        """The summary comes last: a folder that has one holds all the rest."""
+        if self.folder is not None and self._writer is not None:
+            self._writer.wait()
+            self.folder.write("summary.json", dataclasses.asdict(summary))
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer.wait()
+
+
+def load(folder: RunFolder, config: Run) -> tuple[dict[str, Tensor], Row, list[str]] | None:
+    """The newest whole checkpoint of an unfinished run, with warnings; None where it was stopped before the first."""
+    if folder.config() != config:
+        raise ValueError(f"{folder.path} holds a run with another config; resume it with the config in its config.json")
+    if folder.finished:
+        raise ValueError(f"{folder.path} holds a finished run; there is nothing to resume")
+    return checkpoint.read_newest(folder.checkpoints)
+
+
+def load_weights(folder: str | Path, which: str = "last") -> dict[str, Tensor]:
+    """Weights of a run as it was evaluated: the `last`, or the `best` by validation (without one: test) accuracy."""
+    run = RunFolder(folder)
+    configs.check_choice("checkpoint", which, ("last", "best"))
+    run.config()
+    names = checkpoint.names(run.checkpoints, "step" if which == "last" else "best")
+    if not names:
+        raise ValueError(f"{run.path} has no checkpoint of kind {which}")
+    tensors, _ = checkpoint.read(run.checkpoints, names[0])
+    prefix = "model."
+    weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return {name: tensors.get(f"ema.{name}", value) for name, value in weights.items()}
+
+
+def _tensorboard(path: Path, step: int) -> Any:
+    """A writer of event files; what an interrupted run wrote from `step` on is dropped."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard") from None
+    return SummaryWriter(str(path), purge_step=step)

@@ -1,0 +1,61 @@
+"""Why training ends early: a signal, or steps that are not finite."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+
+@dataclass
+class StopRequest:
+    signal: int | None = None
+
+
+class Stopped(RuntimeError):
+    """A signal ended the run after a step; its state is saved if it has a folder."""
+
+    def __init__(self, number: int, step: int, folders: list[Path], unstarted: int = 0) -> None:
+        text = f"stopped by {signal.Signals(number).name} after step {step}"
+        if folders:
+            text += f"; continue with: oqc train {' '.join(f'--resume {folder}' for folder in folders)}"
+        if unstarted:
+            text += f"; {unstarted} further runs were not started"
+        super().__init__(text)
+        self.signal, self.step, self.folders = number, step, folders
+
+
+class Diverged(RuntimeError):
+    """Too many non-finite steps in a row; the weights are those of the last finite step."""
+
+    def __init__(self, row: int, step: int, folder: Path | None) -> None:
+        where = f"; the last finite state is in {folder / 'checkpoints'}" if folder else ""
+        super().__init__(
+            f"stopped at step {step}: {row} steps in a row had a non-finite loss or gradient"
+            f" (train.nan_limit){where}; a lower train.lr or precision fp32 may help"
+        )
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """SIGINT and SIGTERM become a request to stop at the next step; a second one stops at once."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if request.signal is not None:
+            raise KeyboardInterrupt
+        request.signal = number
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

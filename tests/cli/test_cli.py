@@ -1,0 +1,82 @@
+"""The command line as a user meets it, in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import oqc
+
+
+def run(*args, cwd=None):
+    return subprocess.run([sys.executable, "-m", "oqc", *args], capture_output=True, text=True, cwd=cwd)
+
+
+def test_version():
+    assert run("--version").stdout.strip() == f"oqc {oqc.__version__}"
+
+
+def test_help_groups_the_commands():
+    text = run("--help").stdout
+    for word in ("Start here", "Train and use", "Data", "demo", "models", "train", "evaluate", "predict", "data"):
+        assert word in text
+
+
+def test_models_json_has_the_published_counts():
+    found = {row["name"]: row for row in json.loads(run("models", "--json").stdout)}
+    counts = [6.37, 6.97, 7.19, 7.59, 7.59, 6.43, 7.03, 7.25, 7.65, 7.65]
+    paper = [row for row in found.values() if row["paper"]]
+    assert sorted(round(row["parameters"] / 1e6, 2) for row in paper) == sorted(counts)
+    row = found["deep_vit_afbo_lowrank_r56_64px"]
+    assert (row["image_size"], row["num_classes"], row["parameters"]) == (64, 200, 7254097)
+    assert all(isinstance(row["parameters"], int) for row in found.values())
+
+
+def test_models_as_a_table():
+    text = run("models", "deep_vit_afbo_*_r56").stdout
+    assert "deep_vit_afbo_lowrank_r56" in text
+    assert "7.19 M" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("models", "deep_vit_afbo_lowrnk_r56"), "did you mean 'deep_vit_afbo_lowrank_r56'"),
+        (("train", "--data", "digits", "--host", "mpl", "--dry-run"), "host must be one of"),
+        (("train", "--data", "digits", "--complement", "ful", "--dry-run"), "did you mean 'full'"),
+        (("train", "--data", "digits", "--model", "deep_vit_afo", "--dry-run"), "did you mean 'deep_vit_afbo'"),
+        (("train", "--data", "digits", "--set", "model.heads=7", "--dry-run"), "heads must divide width, got heads 7"),
+        (
+            ("train", "--data", "digits", "--set", "model.patch_size=3", "--dry-run"),
+            "image_size must be a multiple of patch_size",
+        ),
+        (
+            ("train", "--data", "digits", "--complement", "lowrank", "--rank", "0", "--dry-run"),
+            "rank must be at least 1, got 0",
+        ),
+        (
+            ("train", "--data", "digits", "--complement", "lowrank", "--rank", "5000", "--dry-run"),
+            "rank must be from 1 to the hidden width",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(args, message, tmp_path):
+    result = run(*args, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_demo_end_to_end(tmp_path):
+    result = run("demo", "--seeds", "1", "--epochs", "1", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for word in ("AFBO+PR", "OQC full", "OQC-LR", "OQC-static", "OQC-dynamic", "Overlap after", "[5/5]"):
+        assert word in result.stdout
+    assert "\x1b" not in result.stdout  # plain lines when not a terminal
+    page = (tmp_path / "runs" / "demo" / "report.html").read_text()
+    assert "<svg" in page
+    assert "OQC-dynamic" in page
+    assert run("demo", "--out", "runs/demo", cwd=tmp_path).returncode == 2

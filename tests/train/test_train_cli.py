@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_run import tiny_data
+from typer.testing import CliRunner, Result
+
+from oqc.cli import app
+from oqc.config import Run
+from oqc.data import load
+from oqc.models import create_model
+from oqc.train import RunFolder, Stopped, Trainer, load_weights
+from oqc.train.stopping import StopRequest
+
+SMALL = ["model.width=8", "model.depth=2", "model.heads=2", "model.patch_size=2", "model.ffn.rank=2", "data.crop=1"]
+
+
+@pytest.fixture
+def npz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OQC_DATA", str(tmp_path / "cache"))
+    data = tiny_data()
+    path = tmp_path / "tiny.npz"
+    parts = {"train": data.train, "test": data.test}
+    arrays = {f"x_{name}": part.images[:, 0].numpy() for name, part in parts.items()}
+    arrays |= {f"y_{name}": part.labels.numpy() for name, part in parts.items()}
+    np.savez(path, classes=np.array(["ant", "bee", "cat", "dog"]), **arrays)
+    return path
+
+
+def options(npz: Path, *more: str) -> list[str]:
+    settings = [part for setting in SMALL for part in ("--set", setting)]
+    return ["--data", str(npz), "--batch", "8", "--precision", "fp32", "--device", "cpu", *settings, *more]
+
+
+def oqc(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_train_evaluate_predict(npz: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = oqc("train", *options(npz, "--epochs", "3", "--val", "0.25", "--out", str(run), "--complement", "lowrank"))
+    assert ended.exit_code == 0, ended.output
+    assert re.search(r"epoch 3  loss \d.*train \d.*val \d.*test \d.*images/s", ended.output)
+    summary = json.loads((run / "summary.json").read_text())
+    assert f"final {summary['final']:.2f}" in ended.output
+    config = RunFolder(run).config()
+    assert (config.model.num_classes, config.model.image_size, config.model.channels) == (4, 4, 1)
+    environment = json.loads((run / "environment.json").read_text())
+    assert "CUDNN_ATTENTION" not in environment["sdpa_backends"]
+
+    found = json.loads(oqc("evaluate", str(run), "--json", "--device", "cpu").output)
+    assert found["accuracy"] == summary["final"]
+    assert found["images"] == 30
+    val = json.loads(oqc("evaluate", str(run), "--split", "val", "--checkpoint", "best", "--json").output)
+    assert val["accuracy"] == max(row["val_accuracy"] for row in summary["history"])
+
+    pixels = load(config.data).test.images[:3]
+    names = []
+    for number, image in enumerate(pixels):
+        names.append(str(tmp_path / f"{number}.png"))
+        Image.fromarray(image[0].numpy()).save(names[-1])
+    npz.unlink()  # the run folder is enough to predict
+    rows = [json.loads(line) for line in oqc("predict", str(run), *names, "--json").output.splitlines()]
+    assert [row["image"] for row in rows] == names
+    assert {one["class"] for one in rows[0]["top"]} == {"ant", "bee", "cat", "dog"}
+    assert sum(one["probability"] for one in rows[0]["top"]) == pytest.approx(1)
+    assert "bee" in oqc("predict", str(run), names[0]).output
+
+
+def test_seeds_have_their_own_folders(npz: Path, tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    ended = oqc("train", *options(npz, "--epochs", "1", "--out", str(out), "--seeds", "0,3", "--at-once", "2"))
+    assert ended.exit_code == 0, ended.output
+    hashes = {name: json.loads((out / name / "summary.json").read_text())["parameter_hash"] for name in ("s0", "s3")}
+    assert len(set(hashes.values())) == 2
+
+
+def test_dry_run_prints_the_resolved_config_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = oqc(
+        "train", "--data", "tiny-imagenet", "--host", "mlp", "--lr", "1e-3", "--set", "train.ema=0.9", "--dry-run"
+    )
+    config = json.loads(ended.output)
+    assert config["model"]["num_classes"] == 200
+    assert config["model"]["image_size"] == 64
+    assert (config["train"]["lr"], config["train"]["ema"], config["model"]["ffn"]["host"]) == (1e-3, 0.9, "mlp")
+    assert list(tmp_path.iterdir()) == []
+    chosen = oqc("train", "--model", "deep_vit_afbo_lowrank_r56", "--set", "model.num_classes=7", "--dry-run")
+    assert json.loads(chosen.output)["model"]["num_classes"] == 7
+    assert json.loads(chosen.output)["model"]["ffn"]["complement"] == "lowrank"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--host", "mpl"], "host must be one of .*did you mean 'mlp'"),
+        (["train", "--set", "train.lrr=1"], "unknown field 'train.lrr'.*did you mean 'lr'"),
+        (["train", "--seeds", "0,x"], "--seeds must be whole numbers"),
+        (["train", "--seeds", "1,1"], "--seeds must differ"),
+        (["train", "--resume", "nowhere"], "nowhere is not the folder of a run"),
+        (["train", "--resume", "nowhere", "--lr", "1"], "--resume continues a run with its own config"),
+        (["train", "--data", "nowhere"], "data name must be one of"),
+        (["evaluate", "nowhere"], "nowhere is not the folder of a run"),
+        (["evaluate", "nowhere", "--split", "train"], "split must be one of test, val"),
+    ],
+)
+def test_mistakes_are_one_clear_line(arguments: list[str], message: str) -> None:
+    ended = oqc(*arguments)
+    assert isinstance(ended.exception, ValueError)
+    assert re.match(message, str(ended.exception))
+    assert "\n" not in str(ended.exception)
+
+
+def test_not_an_image_is_named(npz: Path, tmp_path: Path) -> None:
+    oqc("train", *options(npz, "--epochs", "1", "--out", str(tmp_path / "run")))
+    (tmp_path / "x.png").write_text("no image")
+    ended = oqc("predict", str(tmp_path / "run"), str(tmp_path / "x.png"))
+    assert re.search(r"x\.png cannot be read as an image", str(ended.exception))
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_the_run_goes_on_from_there(npz: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "oqc", "train", *options(npz, "--epochs", "100000", "--out", str(run))]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert f"oqc train --resume {run}" in errors
+
+    config = RunFolder(run).config()
+    resumed, whole = _trainer(config, run), _trainer(config, None)
+    assert resumed.done > 0
+    end = resumed.done + 20
+    for trainer in (resumed, whole):
+        _train_to(trainer, end)
+    for name, value in resumed.step.state().items():
+        assert torch.equal(value, whole.step.state()[name]), name
+
+
+@pytest.mark.slow
+def test_torchrun_trains_as_one_process_does(npz: Path, tmp_path: Path) -> None:
+    shared = options(npz, "--epochs", "2", "--set", "train.precision=fp64")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    two = [*launch, "-m", "oqc", "train", *shared, "--out", str(tmp_path / "two")]
+    ended = subprocess.run(two, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("epoch 2  ") == 1  # rank 0 alone reports
+    assert oqc("train", *shared, "--out", str(tmp_path / "one")).exit_code == 0
+    one, other = load_weights(tmp_path / "one"), load_weights(tmp_path / "two")
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=1e-9)
+    assert json.loads((tmp_path / "two" / "environment.json").read_text())["processes"] == 2
+
+
+def _trainer(config: Run, folder: Path | None) -> Trainer:
+    model = create_model(config.model, seed=0, backend=config.train.backend)
+    return Trainer(model, load(config.data), config, folder, resume=folder is not None, device="cpu")
+
+
+def _train_to(trainer: Trainer, end: int) -> None:
+    stop = StopRequest()
+    try:
+        for _ in trainer.run(stop):
+            if trainer.done == end:
+                stop.signal = signal.SIGTERM
+    except Stopped:
+        pass
+    assert trainer.done == end
