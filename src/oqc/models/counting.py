@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from oqc.config import Model
 from oqc.models.deep_vit import DeepViT
+from oqc.nn import KINDS, OQCFFN
 
 
 def parameters(config: Model) -> int:
@@ -26,3 +27,44 @@ def _batch_flops(model: DeepViT, batch: int) -> int:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(images)
     return counter.get_total_flops()
+
+
+def floor_seconds(
+    config: Model, batch: int, *, training: bool, flops_per_s: float, bytes_per_s: float, item: int = 2
+) -> float:
+    """No step can be faster than this: each product and each pass over a tensor at the device's rates, every tensor
+    that must be read or written moved once, in items of `item` bytes; the fused forms of the branch and of AFBO.
+
+    Training counts two products in the backward for each in the forward, the passes of the forward twice more, and
+    AdamW's seven passes over float32 parameters.
+    """
+    ffn, tokens, D = config.ffn, batch * (config.image_size // config.patch_size) ** 2, config.width
+    block = DeepViT(config, device="meta").blocks[0].ffn
+    assert isinstance(block, OQCFFN)
+    H = block.host.fc2.in_features
+    maps = {"mlp": 1}.get(ffn.host, 2)
+    R = ffn.rank if ffn.complement != "none" else 0
+    kind = KINDS[ffn.complement] if R else None
+    branch = 0 if kind is None or kind.shared else 2 * R
+    seen = R if kind is not None and kind.space != "none" else 0  # P b, or O^T b for full
+    products = [  # (columns, inner): [tokens, inner] times [inner, columns]
+        (3 * D, D),
+        (D, D),
+        (maps * H + branch, D),
+        (D + seen, H),
+        *([(D, R)] if R else []),
+    ]
+    patches = tokens // batch
+    passes = [4 * D, 4 * D, (maps + 1) * H, 4 * D]  # items a token: two norms with residual, the mixing, attention
+    attention_flops = 4 * tokens * patches * D
+    times = 3 if training else 1
+    seconds = sum(
+        times * max(2 * tokens * n * k / flops_per_s, item * (tokens * (n + k) + n * k) / bytes_per_s)
+        for n, k in products
+    )
+    seconds += times * max(attention_flops / flops_per_s, 0.0)
+    seconds += (3 if training else 1) * item * tokens * sum(passes) / bytes_per_s
+    seconds *= config.depth
+    if training:
+        seconds += 7 * 4 * parameters(config) / bytes_per_s
+    return seconds

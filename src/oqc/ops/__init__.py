@@ -6,13 +6,14 @@ wherever it is valid. Every backend reads the same parameters.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from oqc.config import BACKENDS, check_choice
 from oqc.ops import rankspace, reference
 from oqc.ops.reference import Map, Parts, Space
 
-__all__ = ["BACKENDS", "Parts", "Space", "ffn_output", "is_plain", "rankspace", "reference"]
+__all__ = ["BACKENDS", "Parts", "Space", "fastest", "ffn_output", "is_plain", "rankspace", "reference"]
 
 
 def is_plain(*modules: object) -> bool:
@@ -24,6 +25,11 @@ def is_plain(*modules: object) -> bool:
         m is None or (type(m) is nn.Linear and not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks))
         for m in modules
     )
+
+
+def fastest(device: torch.device) -> str:
+    """The backend that `auto` takes on this device where nothing stands against it."""
+    return "torch"
 
 
 def ffn_output(

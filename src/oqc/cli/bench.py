@@ -1,0 +1,94 @@
+"""`oqc bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from oqc import config as configs
+from oqc import ops
+from oqc.experiments import bench as experiment
+from oqc.train import find_device
+from oqc.train.environment import environment
+
+
+def bench(
+    hosts: Annotated[str, typer.Option(help="With commas: " + ", ".join(configs.HOSTS))] = "afbo",
+    complements: Annotated[str, typer.Option(help="With commas.")] = "none,full,lowrank,static,dynamic",
+    backends: Annotated[str | None, typer.Option(help="With commas. Default: the fastest that runs here.")] = None,
+    modes: Annotated[str | None, typer.Option(help="eager, compiled, graph. Default: graph, on a CPU eager.")] = None,
+    phases: Annotated[str, typer.Option(help="train, inference.")] = "train,inference",
+    batch: Annotated[int, typer.Option(min=1)] = 512,
+    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    repeats: Annotated[int, typer.Option(min=5, help="Rounds over all cases.")] = 7,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A field of the model: depth=2")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the rows to this JSON file.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of rows.")] = False,
+) -> None:
+    """Measure training and inference throughput of models side by side."""
+    own = find_device(device)
+    cuda = own.type == "cuda"
+    configs.check_choice("precision", precision, experiment.PARITY)
+    base = configs.override(configs.Model(), settings or [])
+    todo = experiment.cases(
+        _split("hosts", hosts, configs.HOSTS),
+        _split("complements", complements, configs.COMPLEMENTS),
+        _split("backends", backends or ops.fastest(own), configs.BACKENDS[1:]),
+        _split("modes", modes or ("graph" if cuda else "eager"), configs.MODES[1:]),
+        _split("phases", phases, ("train", "inference")),
+        base,
+    )
+    if out is not None and out.exists():
+        raise ValueError(f"--out {out} exists; name a new file")
+    console = Console(stderr=True)
+    console.print(f"{len(todo)} cases, batch {batch}, {precision}, on {own}", highlight=False)
+    rows = experiment.run_bench(
+        todo,
+        device=own,
+        batch=batch,
+        precision=precision,
+        repeats=repeats,
+        on_ready=lambda case: console.print("ready:", *map(str, case.row().values()), highlight=False),
+    )
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"environment": environment(own), "rows": rows}, indent=1) + "\n")
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+    else:
+        Console(width=None if Console().is_terminal else 130).print(_table(rows))
+
+
+def _split(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:
+    values = [part.strip() for part in text.split(",")]
+    for value in values:
+        configs.check_choice(name, value, allowed)
+    return values
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    names = ("Host", "Complement", "Backend", "Mode", "Phase", "Images/s", "p20", "p80", "Busy ms", "Memory", "Floor")
+    table = Table(*names, box=None)
+    for column in table.columns[5:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(
+            row["host"],
+            row["complement"] if row["rank"] is None else f"{row['complement']} R {row['rank']}",
+            row["backend"],
+            row["mode"],
+            row["phase"],
+            *(f"{row[name]:,.0f}" for name in ("images_per_s", "p20", "p80")),
+            "–" if row["gpu_busy_ms"] is None else f"{row['gpu_busy_ms']:.2f}",
+            "–" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB",
+            "–" if row["floor_share"] is None else f"{100 * row['floor_share']:.0f}%",
+        )
+    return table
