@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from rich.table import Table
 from oqc import config as configs
 from oqc import ops
 from oqc.experiments import bench as experiment
+from oqc.report.figures import throughput
 from oqc.train import find_device
 from oqc.train.environment import environment
 
@@ -29,7 +31,9 @@ def bench(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A field of the model: depth=2")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write the rows to this JSON file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the rows to this JSON file, and a figure beside it.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of rows.")] = False,
 ) -> None:
@@ -61,6 +65,8 @@ def bench(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps({"environment": environment(own), "rows": rows}, indent=1) + "\n")
+        if importlib.util.find_spec("matplotlib"):
+            out.with_suffix(".svg").write_text(throughput(rows))
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
     else:

@@ -22,7 +22,7 @@ from oqc.config import Data, Model, Run
 from oqc.data import Dataset, load
 from oqc.data.images import fit
 from oqc.models import create_model, model_config
-from oqc.models.deep_vit import SDPA_BACKENDS
+from oqc.ops import SDPA_BACKENDS
 from oqc.train import (
     Display,
     Diverged,

@@ -14,7 +14,6 @@ COLORS = ("#1b1f24", "#c4520a", "#0b62a4", "#2e7d32", "#7b3fa0", "#a8761b", "#5f
 
 def accuracy_over_epochs(records: Sequence[Record]) -> str:
     """Mean test accuracy by epoch, one line a preset, with the spread over its seeds as a band."""
-    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -38,8 +37,40 @@ def accuracy_over_epochs(records: Sequence[Record]) -> str:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
-    with matplotlib.rc_context({"svg.hashsalt": "oqc", "svg.fonttype": "path"}):
-        return _svg(figure)
+    return _svg(figure)
+
+
+# Table 1 of the paper: training throughput on its own hardware, images/s.
+PAPER_IMAGES_PER_S = {"none": 9762, "full": 5642, "lowrank": 7497, "static": 7032, "dynamic": 7155}
+
+
+def throughput(rows: Sequence[dict[str, Any]]) -> str:
+    """Training throughput of each complement as a share of its host's, ours beside the paper's own ratio."""
+    from matplotlib.figure import Figure
+
+    train = [row for row in rows if row["phase"] == "train" and row["host"] == "afbo"]
+    groups = list(dict.fromkeys((row["backend"], row["mode"]) for row in train))
+    names = [name for name in PAPER_IMAGES_PER_S if name != "none" and any(r["complement"] == name for r in train)]
+    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / (len(groups) + 1)
+    series = [("paper", {n: PAPER_IMAGES_PER_S[n] / PAPER_IMAGES_PER_S["none"] for n in names})]
+    for backend, mode in groups:
+        speed = {r["complement"]: r["images_per_s"] for r in train if (r["backend"], r["mode"]) == (backend, mode)}
+        if "none" in speed:
+            ratios = {n: speed[n] / speed["none"] for n in names if n in speed}
+            series.append((f"ours, {backend}, {mode}: AFBO {speed['none'] / 1e3:.1f}k images/s", ratios))
+    for i, (label, ratios) in enumerate(series):
+        places = [names.index(name) + (i - (len(series) - 1) / 2) * width for name in ratios]
+        bars = axes.bar(places, list(ratios.values()), width, label=label, color=COLORS[-1] if i == 0 else COLORS[i])
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    axes.axhline(1, color=COLORS[0], linewidth=0.8)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylim(0, 1.25)
+    axes.set_ylabel("Throughput / AFBO alone")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
+    return _svg(figure)
 
 
 def _cycle(values: Sequence[str], length: int) -> list[str]:
@@ -47,7 +78,11 @@ def _cycle(values: Sequence[str], length: int) -> list[str]:
 
 
 def _svg(figure: Any) -> str:
+    """The same figure gives the same bytes."""
+    import matplotlib
+
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    with matplotlib.rc_context({"svg.hashsalt": "oqc", "svg.fonttype": "path"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]

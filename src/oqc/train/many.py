@@ -31,7 +31,11 @@ def train_many(make: Sequence[Callable[[], Trainer]], at_once: int | str = "auto
     with stop_on_signals() as stop, preserved_generator(device):
         limit = 1
         if device.type == "cuda":
-            limit = at_once if isinstance(at_once, int) else _measure(built, make)
+            built[0].prepare()
+            if built[0].step.draws:  # graphs share the memory that holds the generator's seed
+                built[0].progress.note("the model draws random numbers (dropout): its seeds run one after another")
+            else:
+                limit = at_once if isinstance(at_once, int) else _measure(built, make)
         return _interleave(built, make, limit, stop)
 
 

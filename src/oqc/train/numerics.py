@@ -47,22 +47,6 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 @contextmanager
-def own_generator(device: torch.device, state: torch.Generator | None) -> Iterator[None]:
-    """On a GPU, lets the default generator draw from `state`. Graphs captured with one state share the memory that
-    holds its seed, so runs that replay on several streams at once each need a state of their own."""
-    if state is None:
-        yield
-        return
-    generator = default_generator(device)
-    before = generator.graphsafe_get_state()
-    generator.graphsafe_set_state(state)
-    try:
-        yield
-    finally:
-        generator.graphsafe_set_state(before)
-
-
-@contextmanager
 def preserved_generator(device: torch.device) -> Iterator[None]:
     generator = default_generator(device)
     state = generator.get_state()

@@ -73,15 +73,19 @@ class Step:
             ids = [device] if device.type == "cuda" else None
             self.forward = nn.parallel.DistributedDataParallel(model, device_ids=ids)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.draws = False  # whether a step draws from PyTorch's generator, as dropout does; known once prepared
 
     def prepare(self, stream: torch.cuda.Stream | None) -> None:
         """Compiles and captures as the mode asks, leaving the training state bit for bit as it was."""
         if self.mode == "eager":
             return
         before = {name: value.clone() for name, value in self.state().items()}
+        generator = default_generator(self.device)
+        drawn = generator.get_offset() if self.device.type == "cuda" else 0
         for _ in range(WARMUP):
             self._once()
         self.load(before)
+        self.draws = self.device.type == "cuda" and generator.get_offset() != drawn
         if self.mode == "graph":
             # Gradients are None when the capture begins, so that backward gives them memory of the graph's own pool.
             self.optimizer.zero_grad(set_to_none=True)

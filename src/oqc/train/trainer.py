@@ -24,7 +24,7 @@ from oqc.train.checkpoint import parameter_hash
 from oqc.train.environment import environment, find_device
 from oqc.train.evaluation import Evaluator
 from oqc.train.folder import Row, RunFolder
-from oqc.train.numerics import DTYPES, default_generator, numerics, own_generator, preserved_generator
+from oqc.train.numerics import DTYPES, numerics, preserved_generator
 from oqc.train.optim import learning_rate
 from oqc.train.progress import Progress, Silent, Status
 from oqc.train.step import BAD, CORRECT, IMAGES, LONGEST, LOOK, LOSS, ROW, STOP, Step, can_compile, resolve_mode
@@ -107,9 +107,7 @@ class Trainer:
             )
             for name, split in splits.items()
         }
-        on_gpu = self.device.type == "cuda"
-        self.stream = torch.cuda.Stream(self.device) if on_gpu else None
-        self.random = default_generator(self.device).clone_state() if on_gpu else None
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.watch, self.mailbox, self.pace = Stopwatch(self.device), Mailbox(self.step.stats), Pace()
 
         self.done = 0  # steps enqueued

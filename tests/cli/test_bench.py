@@ -1,0 +1,68 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from oqc.config import FFN, Model
+from oqc.experiments import bench
+from oqc.nn import OQCFFN
+from oqc.report.figures import throughput
+
+SMALL = ("--batch", "2", "--set", "depth=2", "--set", "width=32", "--set", "heads=2", "--repeats", "5")
+FIELDS = {
+    "host", "complement", "rank", "backend", "mode", "phase", "images_per_s", "p20", "p80", "gpu_busy_ms",
+    "peak_memory_bytes", "compile_s", "floor_share",
+}  # fmt: skip
+
+
+def run(*args, cwd=None):
+    command = [sys.executable, "-m", "oqc", "bench", "--device", "cpu", *SMALL, *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+
+
+def test_json_rows(tmp_path):
+    result = run("--complements", "none,lowrank", "--backends", "torch,reference",
+                 "--precision", "fp32", "--out", "bench.json", "--json", cwd=tmp_path)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert len(rows) == 8
+    assert all(set(row) >= FIELDS for row in rows)
+    assert all(0 < row["p20"] <= row["images_per_s"] <= row["p80"] for row in rows)
+    assert {row["rank"] for row in rows} == {None, 56}
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    assert saved["rows"] == rows
+    assert "versions" in saved["environment"]
+    assert "<svg" in (tmp_path / "bench.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--hosts", "afbo,mpl"), "hosts must be one of"),
+        (("--modes", "fast"), "modes must be one of eager, compiled, graph, got 'fast'"),
+        (("--precision", "fp64"), "precision must be one of fp32, bf16"),
+    ],
+)
+def test_mistakes_are_named(args, message, tmp_path):
+    result = run(*args, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_a_backend_that_strays_is_refused(monkeypatch):
+    model = Model(image_size=8, patch_size=2, width=16, heads=2, ffn=FFN(complement="lowrank", rank=4))
+    bench.check_parity(model, "torch", torch.device("cpu"), "fp32")
+    original = OQCFFN.forward
+    monkeypatch.setattr(OQCFFN, "forward", lambda m, x: original(m, x) * (1.001 if m.backend == "torch" else 1))
+    with pytest.raises(ValueError, match="backend torch fails parity for afbo with lowrank in fp32: y is off"):
+        bench.check_parity(model, "torch", torch.device("cpu"), "fp32")
+
+
+def test_figure_has_the_papers_ratios():
+    base = {"host": "afbo", "phase": "train", "backend": "triton", "mode": "graph"}
+    text = throughput(
+        [base | {"complement": "none", "images_per_s": 1e4}, base | {"complement": "full", "images_per_s": 9e3}]
+    )
+    assert text.startswith("<svg")
