@@ -22,7 +22,7 @@ ALLOWED = {
     "integrations": {"config", "seeding", "models", "nn", "ops"},
     "analysis": {"config", "data", "models", "nn", "ops", "train"},
     "report": {"config"},
-    "experiments": {"config", "analysis", "data", "models", "report", "train"},
+    "experiments": {"config", "analysis", "data", "models", "nn", "report", "train"},
     "cli": None,  # anything
     "__main__": {"cli"},
     "__init__": {"config", "models", "nn", "integrations"},

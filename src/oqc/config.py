@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 HOSTS = ("mlp", "glu", "bilinear", "reglu", "geglu", "swiglu", "afbo")
 COMPLEMENTS = ("none", "full", "lowrank", "static", "dynamic", "shared", "unprojected", "ungated", "equation")
-BACKENDS = ("auto", "reference", "torch")
+BACKENDS = ("auto", "reference", "torch", "triton")
 MODES = ("auto", "eager", "compiled", "graph")
 PRECISIONS = ("bf16", "fp32", "fp64")
 

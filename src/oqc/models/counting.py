@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from oqc.config import Model
 from oqc.models.deep_vit import DeepViT
@@ -22,6 +21,8 @@ def flops(config: Model, *, backend: str = "torch") -> int:
 
 
 def _batch_flops(model: DeepViT, batch: int) -> int:
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
+
     config = model.config
     images = torch.empty(batch, config.channels, config.image_size, config.image_size, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():

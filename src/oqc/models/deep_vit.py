@@ -11,33 +11,21 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from oqc import seeding
+from oqc import ops, seeding
 from oqc.config import Model
 from oqc.nn import OQCFFN, Complement, PenultimateResidual
 
-# cuDNN's attention gave NaN gradients in bf16 (docs/deviations.md), so it is never among the choices.
-SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, **factory: Any) -> None:
+    def __init__(self, width: int, heads: int, backend: str, **factory: Any) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.backend = heads, backend
         self.qkv = nn.Linear(width, 3 * width, **factory)
         self.proj = nn.Linear(width, width, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)  # [B, heads, N, D / heads]
-        if x.is_cuda:
-            with sdpa_kernel(SDPA_BACKENDS):
-                y = F.scaled_dot_product_attention(q, k, v)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
+        return self.proj(ops.self_attention(self.qkv(x), self.heads, backend=self.backend))
 
 
 class Block(nn.Module):
@@ -45,7 +33,7 @@ class Block(nn.Module):
         super().__init__()
         ffn, side = config.ffn, config.image_size // config.patch_size
         self.norm1 = nn.LayerNorm(config.width, **factory)
-        self.attn = Attention(config.width, config.heads, **factory)
+        self.attn = Attention(config.width, config.heads, backend, **factory)
         self.norm2 = nn.LayerNorm(config.width, **factory)
         self.ffn = OQCFFN(
             config.width,

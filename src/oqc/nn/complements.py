@@ -1,7 +1,8 @@
 """Complements: the quadratic branch beside a host, in all the paper's forms.
 
 One class; a `Kind` says where it is orthogonal to the host, how it is gated and what it shares. The gate starts are
-ours where the paper is silent (docs/deviations.md).
+ours where the paper is silent (docs/deviations.md). `init="identity"` puts a learned scale alpha, 0 at the start,
+before the gate: h = b + alpha * gate * delta is then b, and alpha has a gradient at once.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from oqc import ops
 from oqc.config import COMPLEMENTS, check_choice
-from oqc.ops.reference import Space
+from oqc.ops.reference import Map, Space
+
+INITS = ("paper", "identity")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,11 @@ assert (*KINDS,) == COMPLEMENTS[1:]
 
 
 class Complement(nn.Module):
-    """The branch's parameters: u, v [D -> R], project P [H -> R], lift O [R -> H], none with a bias; and the gate."""
+    """The branch's parameters: u, v [D -> R], project P [H -> R], lift O [R -> H], none with a bias; and the gate.
+
+    A state dict that holds nothing of the branch leaves it as it is, also with `strict=True`, so that a checkpoint of
+    the host alone loads; one that holds a part of it is an error as usual.
+    """
 
     def __init__(
         self,
@@ -52,24 +60,32 @@ class Complement(nn.Module):
         rank: int,
         *,
         gate_init: float | None = None,
+        init: str = "paper",
         eps: float = 1e-6,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__()
         check_choice("complement", name, KINDS)
+        check_choice("init", init, INITS)
         if not 1 <= rank <= hidden:
             raise ValueError(f"rank must be from 1 to the hidden width {hidden}, got {rank}")
         factory = {"device": device or torch.get_default_device(), "dtype": dtype}
-        self.name, self.kind, self.rank, self.eps = name, KINDS[name], rank, eps
+        self.name, self.kind, self.rank, self.init, self.eps = name, KINDS[name], rank, init, eps
         self.gate_init = self.kind.gate_init if gate_init is None else gate_init
         if not self.kind.shared:
             self.u = _linear(width, rank, **factory)
             self.v = _linear(width, rank, **factory)
         self.project = _linear(hidden, rank, **factory) if self.kind.space == "rank" else None
         self.lift = _linear(rank, hidden, **factory)
-        self.beta = nn.Parameter(torch.empty((), **factory)) if self.kind.gate == "scalar" else None
+        # One-element vectors, not scalars, which FSDP2 refuses.
+        self.beta = nn.Parameter(torch.empty(1, **factory)) if self.kind.gate == "scalar" else None
+        self.alpha = nn.Parameter(torch.empty(1, **factory)) if init == "identity" else None
         self.gate_map = _linear(width, 1, bias=True, **factory) if self.kind.gate == "token" else None
+        self.gram: Tensor | None
+        self.merged: Tensor | None
+        self.register_buffer("gram", None)  # G and M, only once folded
+        self.register_buffer("merged", None)
         self.init_weights()
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -87,6 +103,47 @@ class Complement(nn.Module):
         if self.gate_map is not None:
             nn.init.zeros_(self.gate_map.weight)
             nn.init.constant_(self.gate_map.bias, self.gate_init)
+        if self.alpha is not None:
+            nn.init.zeros_(self.alpha)
+
+    def forward(self, x: Tensor, maps: tuple[Tensor, ...], b: Tensor, out: Map, backend: str = "auto") -> Tensor:
+        """out(b + gate * delta), for the host's input x, its maps of x, its hidden map b and its output projection."""
+        kind, (u, v), gate = self.kind, self.branches(x, maps), self.gate(x)
+        if self.merged is not None and isinstance(out, nn.Linear):
+            return ops.rankspace.output(
+                b,
+                u,
+                v,
+                gate,
+                out.weight,
+                out.bias,
+                self.lift.weight,
+                None if self.project is None else self.project.weight,
+                space=kind.space,
+                normalise=kind.normalise,
+                eps=self.eps,
+                gram=self.gram,
+                merged=self.merged,
+            )
+        return ops.ffn_output(
+            b,
+            u,
+            v,
+            gate,
+            out,
+            self.lift,
+            self.project,
+            space=kind.space,
+            normalise=kind.normalise,
+            eps=self.eps,
+            backend=backend,
+        )
+
+    def fold(self, out: nn.Linear) -> None:
+        """Keeps G = O^T O and M = W O from now on: for inference, where O and W no longer change."""
+        lift = ops.reference.upcast(self.lift.weight.detach())
+        self.gram = lift.T @ lift
+        self.merged = ops.reference.upcast(out.weight.detach()) @ lift
 
     def branches(self, x: Tensor, maps: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """u(x) and v(x), Eq. 2; shared: the first R channels of the host's two maps (of its one map, twice)."""
@@ -95,15 +152,22 @@ class Complement(nn.Module):
         return self.u(x), self.v(x)
 
     def gate(self, x: Tensor) -> Tensor:
-        """The mixing coefficient in (0, 1): [] for a scalar, [..., 1] for one a token."""
+        """The mixing coefficient in (0, 1), times alpha if there is one: [] for a scalar, [..., 1] for one a token."""
         if self.gate_map is not None:
-            return torch.sigmoid(self.gate_map(x).float() if x.dtype != torch.float64 else self.gate_map(x))
-        if self.beta is not None:
-            return torch.sigmoid(self.beta)
-        return torch.ones((), device=x.device, dtype=self.lift.weight.dtype)
+            gate = torch.sigmoid(self.gate_map(x).float() if x.dtype != torch.float64 else self.gate_map(x))
+        elif self.beta is not None:
+            gate = torch.sigmoid(self.beta.squeeze(0))
+        else:
+            gate = torch.ones((), device=x.device, dtype=self.lift.weight.dtype)
+        return gate if self.alpha is None else self.alpha.squeeze(0) * gate
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if not any(name.startswith(prefix) for name in state_dict):
+            state_dict.update(self.state_dict(prefix=prefix))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        return f"{self.name!r}, rank={self.rank}"
+        return f"{self.name!r}, rank={self.rank}, init={self.init!r}"
 
 
 def _linear(inputs: int, outputs: int, *, bias: bool = False, **factory: Any) -> nn.Linear:

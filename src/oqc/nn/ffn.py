@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class OQCFFN(nn.Module):
         match: float | None = None,
         groups: int = 1,
         gate_init: float | None = None,
+        init: str = "paper",
         eps: float = 1e-6,
         grid: tuple[int, int] | None = None,
         prefix_tokens: int = 0,
@@ -58,6 +60,20 @@ class OQCFFN(nn.Module):
         if groups != 1 and host != "afbo":
             raise ValueError(f"groups is for the afbo host, got groups {groups} with host {host!r}")
         self.use_conv, self.backend, self.host_name = use_conv, backend, host
+        self.in_features, self.hidden_features = in_features, hidden
+        self.options: dict[str, Any] = {  # what `mlp_layer` takes, for saving
+            "host": host,
+            "complement": complement,
+            "rank": rank,
+            "match": match,
+            "groups": groups,
+            "gate_init": gate_init,
+            "init": init,
+            "eps": eps,
+            "grid": grid,
+            "prefix_tokens": prefix_tokens,
+            "backend": backend,
+        }
         factory = {"device": device, "dtype": dtype}
         common: dict[str, Any] = {"bias": bias, "drop": drop, "norm_layer": norm_layer, **factory}
         self.host: Host
@@ -69,7 +85,9 @@ class OQCFFN(nn.Module):
             self.host = AFBO(in_features, hidden, out, groups=groups, grid=grid, prefix_tokens=prefix_tokens, **common)
         self.complement: Complement | None = None
         if complement != "none":
-            self.complement = Complement(complement, in_features, hidden, rank, gate_init=gate_init, eps=eps, **factory)
+            self.complement = Complement(
+                complement, in_features, hidden, rank, gate_init=gate_init, init=init, eps=eps, **factory
+            )
 
     def init_weights(self) -> None:
         """Called by timm's initialisers after they have been over the linear layers: restores the branch's start."""
@@ -77,24 +95,13 @@ class OQCFFN(nn.Module):
             self.complement.init_weights()
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._is_one_operator(x):
+            return self._leave(self._fused(x.permute(0, 2, 3, 1) if self.use_conv else x))
         x, maps, b = self._hidden(x)
         host, complement = self.host, self.complement
         if complement is None:
             return self._leave(host.project(b))
-        u, v = complement.branches(x, maps)
-        y = ops.ffn_output(
-            b,
-            u,
-            v,
-            complement.gate(x),
-            host.project if host.between() else host.fc2,
-            complement.lift,
-            complement.project,
-            space=complement.kind.space,
-            normalise=complement.kind.normalise,
-            eps=complement.eps,
-            backend=self.backend,
-        )
+        y = complement(x, maps, b, host.project if host.between() else host.fc2, self.backend)
         return self._leave(y)
 
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -118,6 +125,39 @@ class OQCFFN(nn.Module):
         named["h"] = h
         return self._leave(self.host.project(h)), named
 
+    def _is_one_operator(self, x: Tensor) -> bool:
+        """Whether fused kernels run the whole network: a dense AFBO whose layers are all plain, with none between."""
+        host, branch = self.host, self.complement
+        if not isinstance(host, AFBO) or host.between():
+            return False
+        if not ops.fused.chosen(self.backend, x, 0 if branch is None else branch.rank):
+            return False
+        layers = [host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2]
+        if branch is not None:
+            if branch.alpha is not None and branch.gate_map is not None:
+                return False
+            layers += [layer for layer in branch.children() if layer is not None]
+        return ops.is_plain(*layers)
+
+    def _fused(self, x: Tensor) -> Tensor:
+        host: Any = self.host
+        options: dict[str, Any] = {"grid": x.shape[1:3]} if x.dim() == 4 else {"grid": host.grid_of(x.shape[1])}
+        options["prefix"] = 0 if x.dim() == 4 else host.prefix_tokens
+        branch: Any = self.complement
+        if branch is not None:
+            own_maps = {} if branch.kind.shared else {"u": branch.u.weight, "v": branch.v.weight}
+            token_gate = branch.gate_map
+            options |= own_maps | {
+                "lift": branch.lift.weight,
+                "project": None if branch.project is None else branch.project.weight,
+                "gate": branch.gate(x) if token_gate is None else (token_gate.weight, token_gate.bias),
+                "space": branch.kind.space,
+                "normalise": branch.kind.normalise,
+                "eps": branch.eps,
+            }
+        layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
+        return ops.fused.ffn_afbo(x, *(t for layer in layers for t in (layer.weight, layer.bias)), **options)
+
     def _hidden(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         """x with channels last, the host's maps of it, and b [..., H]."""
         if self.use_conv:
@@ -129,5 +169,29 @@ class OQCFFN(nn.Module):
         y = self.host.drop2(y)
         return y.permute(0, 3, 1, 2) if self.use_conv else y
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes a plain MLP's keys too (`fc1.weight` for `host.fc1.weight`), also of one made of 1x1 convolutions."""
+        own = self.host.state_dict(keep_vars=True)
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            short = name.removeprefix(prefix)
+            if short in own:
+                value = state_dict.pop(name)
+                if value.dim() == 4 and own[short].dim() == 2 and value.shape[2:] == (1, 1):
+                    value = value.flatten(1)
+                state_dict[f"{prefix}host.{short}"] = value
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         return f"host={self.host_name!r}, backend={self.backend!r}"
+
+
+def mlp_layer(complement: str = "lowrank", rank: int = 56, **options: Any) -> Callable[..., OQCFFN]:
+    """A feed-forward network to build a timm model with, which then takes checkpoints of the plain model too.
+
+    >>> timm.create_model("vit_small_patch16_224", mlp_layer=oqc.mlp_layer(complement="lowrank", rank=56))
+
+    `options` are OQCFFN's keyword arguments: `host`, `match`, `gate_init`, `init="identity"` for fine-tuning, ...
+    """
+    size = max(1, rank) * options.get("groups", 1)
+    OQCFFN(size, size, complement=complement, rank=rank, device="meta", **options)  # mistakes show here, not in timm
+    return partial(OQCFFN, complement=complement, rank=rank, **options)

@@ -1,7 +1,9 @@
 """The one place of dispatch: which backend computes the output of a feed-forward network with a complement.
 
-`reference` follows the paper's equations at width H; `torch` uses the rank-space identity. `auto` takes the identity
-wherever it is valid. Every backend reads the same parameters.
+`reference` follows the paper's equations at width H; `torch` uses the rank-space identity; `triton` the same through
+fused kernels. `auto` takes the identity wherever it is valid, and the kernels wherever they run. Asked for `triton`
+where its kernels do not run (no GPU, float64, inside a torch.func transform), the torch backend takes over. Every
+backend reads the same parameters.
 """
 
 from __future__ import annotations
@@ -10,26 +12,40 @@ import torch
 from torch import Tensor, nn
 
 from oqc.config import BACKENDS, check_choice
-from oqc.ops import rankspace, reference
+from oqc.ops import fused, operators, rankspace, reference
+from oqc.ops.attention import SDPA_BACKENDS, self_attention
 from oqc.ops.reference import Map, Parts, Space
 
-__all__ = ["BACKENDS", "Parts", "Space", "fastest", "ffn_output", "is_plain", "rankspace", "reference"]
+__all__ = [
+    "BACKENDS",
+    "SDPA_BACKENDS",
+    "Parts",
+    "Space",
+    "fastest",
+    "ffn_output",
+    "fused",
+    "is_plain",
+    "rankspace",
+    "reference",
+    "self_attention",
+]
 
 
 def is_plain(*modules: object) -> bool:
-    """Whether each module is exactly a linear map by its own weight: an `nn.Linear` itself, with no hooks on it.
+    """Whether each module is exactly the map its own weight makes it: an `nn.Linear` or `nn.Conv2d` itself, no hooks.
 
     LoRA and quantised layers are other classes, and so are parametrized ones; for those the identity does not hold.
     """
     return all(
-        m is None or (type(m) is nn.Linear and not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks))
+        m is None
+        or (type(m) in (nn.Linear, nn.Conv2d) and not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks))
         for m in modules
     )
 
 
 def fastest(device: torch.device) -> str:
     """The backend that `auto` takes on this device where nothing stands against it."""
-    return "torch"
+    return "triton" if device.type == "cuda" and operators.HAS_TRITON else "torch"
 
 
 def ffn_output(
@@ -52,7 +68,9 @@ def ffn_output(
         parts = reference.update(b, u, v, lift, project, space=space, normalise=normalise, eps=eps)
         return out(reference.inject(b, parts.delta, gate))
     assert isinstance(out, nn.Linear)
-    return rankspace.output(
+    by_kernels = fused.chosen(backend, b, lift.weight.shape[1])
+    output = fused.ffn_complement if by_kernels else rankspace.output
+    return output(
         b,
         u,
         v,

@@ -39,6 +39,7 @@ def coefficients(
     space: Space,
     normalise: bool,
     eps: float,
+    gram: Tensor | None = None,  # G [R, R], where it is known already
 ) -> tuple[Tensor | None, Tensor]:
     """(kappa, z) with gate * delta = kappa b + O z; kappa is None where it is 0."""
     hidden = b.shape[-1]
@@ -50,8 +51,9 @@ def coefficients(
     if not normalise:
         return None, gate * q
     with full_precision(b):
-        wide = upcast(lift)
-        gram = wide.T @ wide  # G [R, R]
+        if gram is None:
+            wide = upcast(lift)
+            gram = wide.T @ wide
         energy = ((q @ gram.to(q.dtype)) * q).sum(-1, keepdim=True).clamp_min(0)  # |O q|^2 [..., 1]
     if space != "hidden":
         return None, gate * torch.rsqrt(energy / hidden + eps) * q
@@ -80,14 +82,21 @@ def output(
     space: Space,
     normalise: bool,
     eps: float,
+    gram: Tensor | None = None,  # G [R, R] and M [D, R], where they are known already
+    merged: Tensor | None = None,
 ) -> Tensor:
-    """y = W (b + gate * delta) + bias, with nothing of width H formed for the branch."""
-    kappa, z = coefficients(b, u, v, gate, lift, project, space=space, normalise=normalise, eps=eps)
-    with full_precision(b):
-        merged = upcast(weight) @ upcast(lift)  # M [D, R]
+    """y = W (b + gate * delta) + bias, with nothing of width H formed for the branch.
+
+    Where the gate is 0, y is W b + bias to the last bit.
+    """
+    kappa, z = coefficients(b, u, v, gate, lift, project, space=space, normalise=normalise, eps=eps, gram=gram)
+    if merged is None:
+        with full_precision(b):
+            merged = upcast(weight) @ upcast(lift)  # M [D, R]
     branch = F.linear(z.to(b.dtype), merged.to(b.dtype))  # [..., D]
+    y = F.linear(b, weight, bias)
     if kappa is None:
-        return F.linear(b, weight, bias) + branch
-    y = F.linear(b, weight)
-    total = (1 + kappa) * upcast(y) + branch  # summed before it is rounded
-    return (total if bias is None else total + bias).to(y.dtype)
+        return y + branch
+    wide = upcast(y)
+    plain = wide if bias is None else wide - bias  # W b
+    return (wide + kappa * plain + branch).to(y.dtype)  # summed before it is rounded

@@ -1,0 +1,137 @@
+"""Training step of an injected ViT-B/16 against the plain one, side by side; writes results/integrations/<gpu>.json.
+
+    python benchmarks/inject_vit_base.py [--batch 128] [--rank 64] [--complement lowrank] [--backend auto]
+
+Both models run forward, backward and fused AdamW in bf16 autocast, compiled, on images made on the device. They take
+turns in short rounds, so that clocks and heat are the same for both; the ratio is the median over the rounds. Nothing
+is measured unless the injected model follows the literal equations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import timm
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from oqc.integrations import inject
+from oqc.train.environment import environment
+
+MODEL, SIZE, CLASSES = "vit_base_patch16_224", 224, 1000
+
+
+def make(args: argparse.Namespace, device: torch.device, *, injected: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(args.model).to(device).train()
+    if injected:
+        inject(model, args.complement, rank=args.rank, init="paper", backend=args.backend, seed=0)
+    return model
+
+
+def check(model: nn.Module, device: torch.device) -> float:
+    """Relative error of the injected model's output in bf16 against its own literal form in float32."""
+    x = torch.randn(2, 3, SIZE, SIZE, device=device)
+    mlps = [part for part in model.modules() if hasattr(part, "oqc_backend")]
+    kept = mlps[0].oqc_backend
+    model.eval()
+    with torch.no_grad():
+        with torch.autocast(device.type, torch.bfloat16):
+            y = model(x).double()
+        for part in mlps:
+            part.oqc_backend = "reference"
+        truth = model(x).double()
+    for part in mlps:
+        part.oqc_backend = kept
+    model.train()
+    error = ((y - truth).norm() / truth.norm()).item()
+    if error > 0.05:
+        raise SystemExit(f"the injected model differs from its literal form by {error:.3f}: not measured")
+    return error
+
+
+def step_of(model: nn.Module, batch: int, device: torch.device) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    compiled = torch.compile(model, fullgraph=True)
+    images = torch.randn(batch, 3, SIZE, SIZE, device=device)
+    labels = torch.randint(CLASSES, (batch,), device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = F.cross_entropy(compiled(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def seconds(step: Callable[[], None], steps: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--complement", default="lowrank")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("results/integrations"))
+    args = parser.parse_args()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its bf16 gradients were NaN elsewhere (docs/deviations.md)
+    models = {"plain": make(args, device, injected=False), "injected": make(args, device, injected=True)}
+    error = check(models["injected"], device)
+    parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
+    steps = {name: step_of(model, args.batch, device) for name, model in models.items()}
+    ready = {name: seconds(step, 1, device) for name, step in steps.items()}
+    for step in steps.values():
+        seconds(step, args.warmup, device)
+    rounds = [{name: seconds(step, args.steps, device) for name, step in steps.items()} for _ in range(args.rounds)]
+    rates = {name: [args.batch / one[name] for one in rounds] for name in steps}
+    ratios = sorted(one["plain"] / one["injected"] for one in rounds)
+    found = {
+        "environment": environment(device),
+        "model": args.model,
+        "complement": args.complement,
+        "rank": args.rank,
+        "backend": args.backend,
+        "batch": args.batch,
+        "precision": "bf16 autocast, compiled",
+        "parameters": parameters,
+        "error_to_literal_form": error,
+        "compile_s": ready,
+        "images_per_s": {name: statistics.median(values) for name, values in rates.items()},
+        "images_per_s_low_high": {name: [min(values), max(values)] for name, values in rates.items()},
+        "ratio": statistics.median(ratios),
+        "ratio_low_high": [ratios[0], ratios[-1]],
+        "rounds": args.rounds,
+        "steps_per_round": args.steps,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    gpu = torch.cuda.get_device_name().lower().replace(" ", "-") if device.type == "cuda" else "cpu"
+    path = args.out / f"{gpu}-{args.model}-{args.complement}-r{args.rank}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in found.items() if k != "environment"}))
+
+
+if __name__ == "__main__":
+    main()

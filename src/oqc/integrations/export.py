@@ -1,0 +1,66 @@
+"""Models out of PyTorch's Python: ONNX and torch.export programs, with a dynamic batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+
+def to_onnx(model: nn.Module, path: str | Path, example: Tensor, *, size_step: int | None = None) -> None:
+    """Writes an ONNX file that takes any number of images (`images` in, `output` out).
+
+    `size_step` makes height and width dynamic too, in multiples of it: for backbones that take any size, such as
+    timm's with `dynamic_img_size=True`, the patch size. The example must then be of another size than the model's own,
+    or its positions would be taken for constants.
+    """
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise ValueError("ONNX export needs onnx and onnxscript; install with: pip install 'oqc[export]'") from None
+    model, batch, shapes = _prepared(model, example, size_step)
+    with _quiet():
+        torch.onnx.export(
+            model,
+            (batch,),
+            str(path),
+            input_names=["images"],
+            output_names=["output"],
+            dynamic_shapes=(shapes,),
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+
+
+def to_torch_export(model: nn.Module, path: str | Path, example: Tensor, *, size_step: int | None = None) -> None:
+    """Writes a `torch.export` program; `torch.export.load(path).module()` runs it."""
+    model, batch, shapes = _prepared(model, example, size_step)
+    with _quiet():
+        torch.export.save(torch.export.export(model, (batch,), dynamic_shapes=(shapes,)), path)
+
+
+def _prepared(model: nn.Module, example: Tensor, size_step: int | None) -> tuple[nn.Module, Tensor, dict[int, Any]]:
+    """A frozen copy on the CPU, a batch of two (one would be taken for a constant), and what may vary."""
+    model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
+    batch = example.detach().cpu()[:1].repeat_interleave(2, 0)
+    shapes: dict[int, Any] = {0: Dim("batch")}
+    if size_step is not None:
+        shapes |= {2: size_step * Dim("rows", min=2), 3: size_step * Dim("columns", min=2)}
+    return model, batch, shapes
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's own deprecation warnings, which a caller can do nothing about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

@@ -1,0 +1,129 @@
+"""Where a model's feed-forward networks are, and why some are left alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from oqc.integrations.layouts import Layout, candidates, recognise, sizes
+from oqc.nn import OQCFFN
+
+_INSIDE = re.compile(r"Attention\w*Pool|Attention(V\d)?$")  # classes whose MLPs are not a block's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    path: str
+    module: nn.Module
+    layout: Layout | None  # None: an OQCFFN, which knows its own
+    width: int
+    hidden: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    path: str
+    reason: str
+
+
+def find(model: nn.Module) -> tuple[list[Found], list[Skipped]]:
+    """Feed-forward networks in the order of the model's modules, and what looks like one but was left alone."""
+    found: list[Found] = []
+    skipped: list[Skipped] = []
+    known: dict[tuple[object, ...], Layout | None] = {}
+    inside: str | None = None  # of a network already taken, or of a module to leave alone
+    for path, module in model.named_modules():
+        if inside is not None and path.startswith(inside):
+            continue
+        if isinstance(module, OQCFFN):
+            found.append(
+                Found(
+                    path=path,
+                    module=module,
+                    layout=None,
+                    width=module.in_features,
+                    hidden=module.hidden_features,
+                )
+            )
+            inside = _within(path)
+        elif path and _INSIDE.search(type(module).__name__):
+            skipped += _mlps_of(path, module)
+            inside = _within(path)
+        elif _is_split(model, path, module) or _linear_pair(module):
+            layout = _recognise_once(module, _is_split(model, path, module), known)
+            if layout is not None:
+                width, hidden = sizes(module, layout)
+                found.append(Found(path=path, module=module, layout=layout, width=width, hidden=hidden))
+                inside = _within(path)
+            else:
+                skipped.append(Skipped(path=path, reason=f"{type(module).__name__} computes something else"))
+        elif _convolutional(module):
+            skipped.append(Skipped(path=path, reason="its maps are convolutions; build it with mlp_layer instead"))
+    return found, skipped
+
+
+def _within(path: str) -> str:
+    return f"{path}." if path else ""
+
+
+def _recognise_once(module: nn.Module, split: bool, known: dict[tuple[object, ...], Layout | None]) -> Layout | None:
+    """Blocks of one model are alike: equal class, children and settings have one layout."""
+    settings = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str))}
+    key = (type(module), repr(module), repr(settings), split)
+    if key not in known:
+        known[key] = recognise(module, split)
+    return known[key]
+
+
+def _linear_pair(module: nn.Module) -> bool:
+    return next(candidates(module), None) is not None
+
+
+def _convolutional(module: nn.Module) -> bool:
+    fc1, fc2 = (getattr(module, name, None) for name in ("fc1", "fc2"))
+    return (
+        isinstance(fc1, nn.Conv2d)
+        and isinstance(fc2, nn.Conv2d)
+        and fc1.kernel_size == fc2.kernel_size == (1, 1)
+        and fc1.in_channels == fc2.out_channels <= fc1.out_channels
+    )
+
+
+def _mlps_of(path: str, module: nn.Module) -> list[Skipped]:
+    """The MLP of an attention pool, or of an attention's position bias: it is not a block's, so it stays."""
+    inner = [
+        name
+        for name, part in module.named_modules()
+        if name and not _INSIDE.search(type(part).__name__) and _linear_pair(part)
+    ]
+    return [Skipped(path=f"{path}.{name}", reason=f"part of {type(module).__name__}") for name in inner]
+
+
+def _is_split(model: nn.Module, path: str, module: nn.Module) -> bool:
+    """transformers' older form: `intermediate` holds the map up and the activation, its sibling `output` the rest."""
+    parent, _, name = path.rpartition(".")
+    if name != "intermediate":
+        return False
+    up, down = (
+        getattr(module, "dense", None),
+        getattr(getattr(model.get_submodule(parent), "output", None), "dense", None),
+    )
+    return (
+        isinstance(up, nn.Linear)
+        and isinstance(down, nn.Linear)
+        and (up.in_features, up.out_features) == (down.out_features, down.in_features)
+    )
+
+
+def quantised(model: nn.Module) -> str | None:
+    """The first layer, with its path, whose weight is not a plain floating-point tensor."""
+    for path, module in model.named_modules():
+        if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
+            continue
+        weight = getattr(module, "weight", None)
+        plain = isinstance(weight, Tensor) and weight.is_floating_point() and "torchao" not in type(weight).__module__
+        if not plain and (weight is not None or "quant" in type(module).__module__):
+            return f"{path} ({type(module).__name__})"
+    return None

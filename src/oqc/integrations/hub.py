@@ -1,0 +1,54 @@
+"""Deep-ViT on the Hugging Face hub, through huggingface_hub's mixin.
+
+>>> from oqc.integrations.hub import HubDeepViT
+>>> HubDeepViT.of(model).push_to_hub("name/my-deep-vit")
+>>> model = HubDeepViT.from_pretrained("name/my-deep-vit")
+
+What lies there is what `oqc.save` writes, so `oqc.load` takes a downloaded folder too, and an injection is kept.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelHubMixin, hf_hub_download
+
+from oqc.integrations.saving import RECORD, TENSORS, load, save
+from oqc.models import DeepViT
+
+
+class HubDeepViT(
+    DeepViT,
+    ModelHubMixin,
+    library_name="oqc",
+    paper_url="https://arxiv.org/abs/2604.09709",
+    pipeline_tag="image-classification",
+    tags=["vision-transformer", "orthogonal-quadratic-complements"],
+):
+    """Deep-ViT with `save_pretrained`, `push_to_hub` and `from_pretrained`."""
+
+    @classmethod
+    def of(cls, model: DeepViT) -> HubDeepViT:
+        """The same model, not a copy, with the hub's methods."""
+        if type(model) is not DeepViT:
+            raise ValueError(f"the hub takes a DeepViT here, got a {type(model).__name__}")
+        model.__class__ = cls
+        assert isinstance(model, HubDeepViT)
+        model._hub_mixin_config = model.config  # config.json, by which the hub shows and counts a model
+        return model
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        save(self, save_directory)
+
+    @classmethod
+    def _from_pretrained(cls, *, model_id: str, map_location: str = "cpu", **options: Any) -> HubDeepViT:
+        folder = Path(model_id)
+        if not folder.is_dir():
+            wanted = ("revision", "cache_dir", "force_download", "local_files_only", "token")
+            options = {name: options[name] for name in wanted}
+            files = [hf_hub_download(model_id, name, **options) for name in (TENSORS, RECORD)]
+            folder = Path(files[-1]).parent
+        model = load(folder, map_location)
+        assert isinstance(model, DeepViT)
+        return cls.of(model)

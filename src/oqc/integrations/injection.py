@@ -1,0 +1,236 @@
+"""A complement in every block of a built model: `inject`, `remove`, `trainable`.
+
+A feed-forward network stays the object it is. It gets one more child, `complement`, and its class becomes a subclass of
+its own class whose forward goes through the network's `Layout`. So its weights, hooks, names in the state dict and
+`isinstance` checks stay, and `remove` deletes the child and gives the class back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oqc import seeding
+from oqc.config import BACKENDS, check_choice
+from oqc.integrations.finding import Found, find, quantised
+from oqc.integrations.layouts import Layout
+from oqc.integrations.report import Replaced, Report
+from oqc.nn import KINDS, OQCFFN, Complement
+from oqc.nn.complements import INITS
+
+Blocks = str | slice | Iterable[int]
+SETTINGS = ("complement", "rank", "init", "gate_init", "eps", "backend")
+
+
+class Injected(nn.Module):
+    """Mixin of the classes that `injected_class` makes: a feed-forward network of any library with a complement."""
+
+    oqc_base: type[nn.Module]  # the class before
+    oqc_layout: Layout
+    oqc_backend: str
+    complement: Complement
+
+    def forward(self, x: Tensor) -> Tensor:
+        layout = self.oqc_layout
+        x, maps, b = layout.hidden(self, x)
+        return layout.leave(self, self.complement(x, maps, b, layout.project(self), self.oqc_backend))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copies and pickles by the original class, since the subclass has no name to import it by."""
+        return _new_instance, (self.oqc_base,), self.__dict__
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def injected_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a network's class; one for each, so that equal networks stay of one class."""
+    if base not in _CLASSES:
+        namespace = {"__module__": base.__module__, "oqc_base": base}
+        _CLASSES[base] = type(f"{base.__name__}WithComplement", (Injected, base), namespace)
+    return _CLASSES[base]
+
+
+def _new_instance(base: type[nn.Module]) -> nn.Module:
+    cls = injected_class(base)
+    return cls.__new__(cls)
+
+
+def inject(
+    model: nn.Module,
+    complement: str = "lowrank",
+    rank: int = 56,
+    *,
+    blocks: Blocks = "all",
+    init: str = "identity",
+    gate_init: float | None = None,
+    eps: float = 1e-6,
+    backend: str = "auto",
+    seed: int | None = None,
+    example: Tensor | None = None,
+) -> Report:
+    """Puts a complement beside each feed-forward network of a built model, in place, and says what it did.
+
+    `blocks` are numbers among the model's feed-forward networks, in its order: "all", a slice or a list.
+    `init="identity"` leaves the outputs as they are, for fine-tuning; `"paper"` starts as in training from scratch.
+    `seed` fixes the branch's start; without one it follows from the state of PyTorch's generator, which is not moved.
+    With an `example` input, the report has FLOPs an image besides FLOPs a token.
+    """
+    check_choice("complement", complement, KINDS)
+    check_choice("init", init, INITS)
+    check_choice("backend", backend, BACKENDS)
+    kind = type(model).__name__
+    layer = quantised(model)
+    if layer is not None:
+        raise ValueError(f"{kind} is quantised: {layer}; inject the complement before quantising")
+    taken = next((path for path, _ in complements(model)), None)
+    if taken is not None:
+        raise ValueError(f"{kind} has a complement already, in {taken or 'itself'}; call oqc.remove(model) first")
+    found, skipped = find(model)
+    if not found:
+        raise ValueError(_nothing(kind, [f"{s.path}: {s.reason}" for s in skipped]))
+    chosen = _choose(blocks, found, kind)
+    for one in chosen:
+        if not 1 <= rank <= one.hidden:
+            raise ValueError(f"rank must be from 1 to the hidden width {one.hidden} of {one.path}, got {rank}")
+    seed = _seed_of_now() if seed is None else seed
+    settings: dict[str, Any] = {"gate_init": gate_init, "init": init, "eps": eps}
+    for one in chosen:
+        like = next(p for p in one.module.parameters() if p.dim() > 1)
+        branch = Complement(
+            complement, one.width, one.hidden, rank, **settings, device=like.device, dtype=like.dtype
+        ).train(one.module.training)
+        if not like.is_meta:
+            branch.init_weights(seeding.generator(seed, "branch", one.path, device=like.device))
+        _attach(one, branch, backend)
+    _record(model)
+    report = Report(
+        model=kind,
+        complement=complement,
+        rank=rank,
+        replaced=tuple(Replaced.of(one.path, one.module, one.width, one.hidden) for one in chosen),
+        skipped=tuple(skipped),
+        left_out=len(found) - len(chosen),
+    )
+    return report if example is None else report.measured(model, example)
+
+
+def remove(model: nn.Module) -> None:
+    """Undoes `inject`: every module is what it was before."""
+    modules = [module for _, module in injected(model)]
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no injected complement")
+    for module in modules:
+        if isinstance(module, OQCFFN):
+            module.complement, module.backend = None, module.options["backend"]
+        elif isinstance(module, Injected):
+            module.__class__ = module.oqc_base  # type: ignore[assignment]
+            del module.complement, module.oqc_layout, module.oqc_backend
+    _record(model)
+
+
+def trainable(model: nn.Module, part: str = "complement") -> list[nn.Parameter]:
+    """Freezes everything but the complements (or, with "all", nothing); returns the parameters to train."""
+    check_choice("part", part, ("complement", "all"))
+    branch = {id(p) for _, module in complements(model) for p in module.complement.parameters()}  # type: ignore[union-attr]
+    if not branch and part == "complement":
+        raise ValueError(f"{type(model).__name__} has no complement to train; call oqc.inject(model) first")
+    for parameter in model.parameters():
+        parameter.requires_grad_(part == "all" or id(parameter) in branch)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def complements(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Feed-forward networks that have a complement, however they came to it, with their paths."""
+    for path, module in model.named_modules():
+        if isinstance(module, Injected) or (isinstance(module, OQCFFN) and module.complement is not None):
+            yield path, module
+
+
+def injected(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those that have it by `inject`."""
+    for path, module in complements(model):
+        if isinstance(module, Injected) or module.options["complement"] == "none":  # type: ignore[index]
+            yield path, module
+
+
+def specification(model: nn.Module) -> dict[str, Any] | None:
+    """The injection as plain data, ready for JSON: its settings and the paths of the modules; None: there is none."""
+    modules = dict(injected(model))
+    if not modules:
+        return None
+    first: Any = next(iter(modules.values()))
+    branch: Complement = first.complement
+    backend = first.backend if isinstance(first, OQCFFN) else first.oqc_backend
+    values = (branch.name, branch.rank, branch.init, branch.gate_init, branch.eps, backend)
+    return {**dict(zip(SETTINGS, values, strict=True)), "modules": list(modules)}
+
+
+def restore(model: nn.Module, specification: dict[str, Any]) -> None:
+    """Injects what a `specification` says, into the modules it names."""
+    if set(specification) != {*SETTINGS, "modules"}:
+        raise ValueError(f"an injection has the fields {', '.join(SETTINGS)} and modules, got {sorted(specification)}")
+    paths = [one.path for one in find(model)[0]]
+    unknown = sorted(set(specification["modules"]) - set(paths))
+    if unknown:
+        raise ValueError(f"{type(model).__name__} has no feed-forward network {unknown[0]!r}")
+    settings = {name: specification[name] for name in SETTINGS}
+    inject(model, **settings, blocks=[paths.index(path) for path in specification["modules"]], seed=0)
+
+
+def _attach(one: Found, branch: Complement, backend: str) -> None:
+    module = one.module
+    if isinstance(module, OQCFFN):
+        module.complement, module.backend = branch, backend
+        return
+    module.complement = branch
+    module.oqc_layout, module.oqc_backend = one.layout, backend  # type: ignore[assignment]
+    module.__class__ = injected_class(type(module))
+
+
+def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
+    if isinstance(blocks, slice):
+        chosen = found[blocks]
+    elif isinstance(blocks, str):
+        check_choice("blocks", blocks, ("all",))
+        chosen = found
+    else:
+        numbers = list(blocks)
+        for number in numbers:
+            if not -len(found) <= number < len(found):
+                raise ValueError(
+                    f"blocks has {number}, but {kind} has {len(found)} feed-forward networks: 0 to {len(found) - 1}"
+                )
+        picked = {number % len(found) for number in numbers}
+        chosen = [one for i, one in enumerate(found) if i in picked]
+    if not chosen:
+        raise ValueError(f"blocks {blocks!r} picks none of the {len(found)} feed-forward networks of {kind}")
+    return chosen
+
+
+def _nothing(kind: str, reasons: list[str]) -> str:
+    left = f" (left alone: {'; '.join(reasons[:3])})" if reasons else ""
+    return (
+        f"{kind} has no feed-forward network of a known form: inject looks for modules with an nn.Linear up, an"
+        f" activation and an nn.Linear down{left}; pass the model that holds the blocks, or build it with oqc.OQCFFN"
+    )
+
+
+def _seed_of_now() -> int:
+    return int.from_bytes(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()[:8], "little") >> 1
+
+
+def _record(model: nn.Module) -> None:
+    """Lets a transformers model's config tell of the injection, so that its own `save_pretrained` does."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_diff_dict"):
+        return
+    spec = specification(model)
+    if spec is not None:
+        config.oqc = spec
+    elif hasattr(config, "oqc"):
+        del config.oqc

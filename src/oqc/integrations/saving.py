@@ -1,0 +1,153 @@
+"""`save` and `load`: a folder with the tensors in safetensors and everything else in one JSON file, never code.
+
+`model.safetensors` is written before `oqc.json`, each to a temporary file that is renamed. The JSON holds the base
+model (oqc.integrations.bases), the injection, which tensors are one and the same, and the digest of the tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from oqc.integrations import bases
+from oqc.integrations.bases import Base
+from oqc.integrations.folding import fold, is_folded
+from oqc.integrations.injection import restore, specification
+
+FORMAT = 1
+TENSORS, RECORD = "model.safetensors", "oqc.json"
+
+
+def save(
+    model: nn.Module, path: str | Path, *, name: str | None = None, arguments: dict[str, Any] | None = None
+) -> None:
+    """Writes a model, with its injection if it has one, to the folder `path`, from which `load` builds it again.
+
+    Works for Deep-ViT and the models of timm, torchvision and transformers. The model is rebuilt without weights and
+    compared first; where its own attributes do not tell how it was made, `arguments` are what its constructor was
+    given (timm: the keywords of `create_model`) and `name` is its name in its library.
+    """
+    model = _unwrapped(model)
+    base = bases.describe(model, name, arguments)
+    record = {
+        "format": FORMAT,
+        "base": dataclasses.asdict(base),
+        "injection": specification(model),
+        "folded": is_folded(model),
+    }
+    other = _build(record, on_meta=True)
+    unlike = bases.difference(model, other)
+    if unlike is not None:
+        raise ValueError(
+            f"{base.library}'s {base.name} with {base.arguments} is not this model ({unlike}); pass arguments= with"
+            " what its constructor was given"
+        )
+    tensors, tied = _distinct(model.state_dict())
+    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    record |= {"tied": tied, "sha256": hashlib.sha256(data).hexdigest()}
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, not a folder to save to")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / TENSORS, data)
+    _write(folder / RECORD, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
+    """The model that `save` wrote to the folder `path`, in evaluation mode.
+
+    Also takes a folder that transformers' own `save_pretrained` made of an injected model.
+    """
+    folder = Path(path)
+    if not (folder / RECORD).exists():
+        if (folder / "config.json").exists():
+            from oqc.integrations.transformers import from_pretrained
+
+            return from_pretrained(folder).to(device)
+        raise ValueError(f"{folder} is not a saved model: it has no {RECORD}")
+    record = _read(folder / RECORD)
+    try:
+        data = (folder / TENSORS).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{folder / TENSORS} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(data).hexdigest() != record["sha256"]:
+        raise ValueError(f"{folder / TENSORS} is damaged: its digest is not the one in {RECORD}")
+    tensors = safetensors.torch.load(data)
+    tensors |= {name: tensors[kept] for name, kept in record["tied"].items()}
+    model = _build(record, on_meta=False)
+    _fill(model, tensors, folder / TENSORS)
+    return model.eval().to(device)
+
+
+def _build(record: dict[str, Any], on_meta: bool) -> nn.Module:
+    base = Base(**record["base"])
+    model = bases.rebuild_on_meta(base) if on_meta else bases.rebuild(base)
+    if record["injection"] is not None:
+        restore(model, record["injection"])
+    if record["folded"]:
+        fold(model)
+    return model
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    """Loads every tensor, in its own precision; the branch's may not be missing here."""
+    own = model.state_dict(keep_vars=True)
+    missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    if missing or unknown:
+        fault = f"has no {missing[0]!r}" if missing else f"has {unknown[0]!r}, which the model does not"
+        raise ValueError(f"{path} does not fit the model in {RECORD}: it {fault}")
+    for name, value in own.items():
+        value.data = value.data.to(tensors[name].dtype)
+    model.load_state_dict(tensors)
+
+
+def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors without repeats, and for each repeat the name under which it is kept."""
+    kept: dict[tuple[object, ...], str] = {}
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    for name, value in state.items():
+        key = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and key in kept:
+            tied[name] = kept[key]
+        else:
+            kept[key] = name
+            tensors[name] = value.detach().cpu().contiguous().clone()
+    return tensors, tied
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile's and DistributedDataParallel's wrappers."""
+    model = getattr(model, "_orig_mod", model)
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_bytes())
+    except ValueError:
+        raise ValueError(f"{path} is damaged: it is not JSON") from None
+    fields = {"format", "base", "injection", "folded", "tied", "sha256"}
+    if not isinstance(record, dict) or not fields <= record.keys():
+        raise ValueError(f"{path} is damaged: it is not the record of a saved model")
+    if record["format"] != FORMAT:
+        raise ValueError(f"{path} has format {record['format']!r}; this version of oqc reads format {FORMAT}")
+    return record
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replaces a file so that after a crash either the old or the new content is there."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

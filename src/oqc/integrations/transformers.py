@@ -1,0 +1,62 @@
+"""Injected transformers models through transformers' own saving and loading.
+
+`inject` puts an `oqc` entry into the model's config and the branch into its state dict, so `save_pretrained`,
+`push_to_hub` and Trainer keep both. transformers' own `from_pretrained` builds the plain model and warns that the
+branch's weights were not used; `from_pretrained` here builds the injected one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+
+from oqc.integrations.injection import restore
+
+
+def architecture(name: str) -> Any:
+    """A model class by its name in transformers."""
+    cls = getattr(transformers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        raise ValueError(f"transformers {transformers.__version__} has no model class {name!r}")
+    return cls
+
+
+def from_pretrained(path: str | Path, **options: Any) -> Any:
+    """The injected model of a folder (or of a name on the hub) that `save_pretrained` or `push_to_hub` wrote.
+
+    `options` are transformers' own: `dtype`, `device_map`, `revision`, ...
+    """
+    config = transformers.AutoConfig.from_pretrained(path)
+    cls = architecture((config.architectures or [""])[0])
+    if not any(hasattr(part, "oqc") for part in _configs(config)):
+        raise ValueError(
+            f"{path} has no injected model: its config has no oqc entry; use {cls.__name__}.from_pretrained"
+        )
+
+    def start(self: nn.Module, config: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, config, *args, **kwargs)
+        _restore_all(self)
+
+    loader: Any = type(cls.__name__, (cls,), {"__init__": start, "__module__": cls.__module__})
+    model = loader.from_pretrained(path, config=config, **options)
+    model.__class__ = cls
+    return model
+
+
+def _restore_all(model: nn.Module) -> None:
+    """A config belongs to the outermost module that holds it; a vision tower's own is inside the whole model's."""
+    done: set[int] = set()
+    for module in list(model.modules()):
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "oqc") and id(config) not in done:
+            done.add(id(config))
+            restore(module, config.oqc)
+
+
+def _configs(config: Any) -> list[Any]:
+    """A config and those inside it."""
+    inner = [value for value in vars(config).values() if isinstance(value, transformers.PretrainedConfig)]
+    return [config, *(part for value in inner for part in _configs(value))]

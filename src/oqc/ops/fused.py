@@ -1,0 +1,166 @@
+"""Feed-forward networks over the fused kernels, with merged GEMMs: the triton backend.
+
+With C = 2 H + 2 padded R (+ 16 for a gate per token), T tokens and S = [W; P], M, G of the weights (`triton_fold`):
+
+    proj [T, C] = x [A; B; U; V; gate]^T     one GEMM reads x
+    b    [T, H] = spatial kernel of proj's first 2 H columns (`triton_spatial`)
+    y    [T, D] = complement kernel of b and proj's other columns (`triton_complement`)
+
+    [dy' | dt], du, dv, dgate = complement kernel;   db = [dy' | dt] S,   dS = [dy' | dt]^T b
+    da, dc and the depthwise gradients = spatial kernel;   dx = dproj [A; B; U; V; gate]
+
+Ranks are padded with zeros to a multiple of 8, so that every row of these buffers is aligned. The functions here take
+parameters as the modules hold them, cast to autocast's dtype where it is on, and call the operators of `operators`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from oqc.ops import operators
+from oqc.ops.operators import GATE_COLUMNS, Form
+from oqc.ops.reference import Space, full_precision
+
+MOST_RANK = 128  # beyond it a block of tokens no longer fits a program's registers
+
+TokenGate = tuple[Tensor, Tensor | None]  # weight [1, D] and bias [1] of a gate per token
+
+
+def chosen(backend: str, x: Tensor, rank: int = 0) -> bool:
+    """Whether the fused operators are to run for x: asked for or, on a GPU, left open, and supported."""
+    return (backend == "triton" or (backend == "auto" and x.is_cuda)) and supported(x, rank)
+
+
+def supported(x: Tensor, rank: int = 0) -> bool:
+    """Whether the fused operators run their kernels for x: device, dtype, rank, and no torch.func transform around."""
+    if rank > MOST_RANK or compute_dtype(x) not in operators.DTYPES or not operators.on_kernels(x):
+        return False
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype where it is on, otherwise x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def ffn_afbo(
+    x: Tensor,  # [B, N, D]
+    map_a: Tensor,  # A [H, D]
+    map_a_bias: Tensor | None,
+    map_b: Tensor,
+    map_b_bias: Tensor | None,
+    spatial_a: Tensor,  # [H, 1, 3, 3]
+    spatial_a_bias: Tensor | None,
+    spatial_b: Tensor,
+    spatial_b_bias: Tensor | None,
+    weight: Tensor,  # W [D, H]
+    bias: Tensor | None,
+    *,
+    grid: tuple[int, int],
+    prefix: int = 0,
+    u: Tensor | None = None,  # [R, D]; None with v: the first R channels of A x and B x
+    v: Tensor | None = None,
+    project: Tensor | None = None,  # P [R, H]
+    lift: Tensor | None = None,  # O [H, R]; None: the host alone
+    gate: Tensor | TokenGate | None = None,  # its value, one number; or the map of x whose sigmoid it is
+    space: Space = "rank",
+    normalise: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """y = W (b + gate * delta) + bias with b = GELU(DW3x3(A x)) * DW3x3(B x): the AFBO host with dense maps."""
+    dtype = compute_dtype(x)
+    rank = 0 if lift is None else lift.shape[1]
+    maps: list[Tensor] = [map_a, map_b]
+    biases: list[Tensor | None] = [map_a_bias, map_b_bias]
+    if u is not None and v is not None:
+        maps += [_pad_rows(u, -rank % 8), _pad_rows(v, -rank % 8)]
+        biases += [None, None]
+    value: Tensor | None = None
+    if isinstance(gate, tuple):
+        maps.append(_pad_rows(gate[0], GATE_COLUMNS - 1))
+        biases.append(None if gate[1] is None else F.pad(gate[1], (0, GATE_COLUMNS - 1)))
+    elif gate is not None:
+        value = gate.float()
+    bias_in = None
+    if any(item is not None for item in biases):
+        pairs = zip(maps, biases, strict=True)
+        bias_in = torch.cat([m.new_zeros(m.shape[0]) if item is None else item for m, item in pairs])
+    weight_in = torch.cat(maps).to(dtype)
+    with full_precision(x):
+        if lift is None:
+            stack, merged, gram = weight.to(dtype), None, None
+        else:
+            stack, merged, gram = operators.fold(weight, lift, project, space, dtype)
+        inputs = (
+            x.reshape(-1, x.shape[-1]).to(dtype),
+            weight_in,
+            bias_in,
+            *(spatial_a, spatial_a_bias, spatial_b, spatial_b_bias),
+            *(stack, merged, gram, bias, value),
+        )
+        form = Form(
+            rows=grid[0],
+            columns=grid[1],
+            prefix=prefix,
+            rank=rank,
+            space="host" if lift is None else space,
+            normalise=normalise or space == "hidden",
+            gate="logit" if isinstance(gate, tuple) else "scalar",
+            shared=u is None and lift is not None,
+            eps=eps,
+            save=_may_need_grad(*inputs),
+        )
+        y = operators.afbo(*inputs, *form)[0]
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def ffn_complement(
+    b: Tensor,  # [..., H]
+    u: Tensor,  # [..., R]
+    v: Tensor,
+    gate: Tensor,  # [] or [..., 1]
+    weight: Tensor,  # W [D, H]
+    bias: Tensor | None,
+    lift: Tensor,  # O [H, R]
+    project: Tensor | None,  # P [R, H], for space="rank"
+    *,
+    space: Space,
+    normalise: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """y = W (b + gate * delta) + bias for any host's hidden map b: `rankspace.output`, fused."""
+    dtype = compute_dtype(b)
+    with full_precision(b):
+        scalar = gate.numel() == 1
+        inputs = (
+            *(_rows(item, dtype) for item in (b, u, v)),
+            gate.float().reshape(()) if scalar else gate.float().expand(*b.shape[:-1], 1).reshape(-1),
+            *operators.fold(weight, lift, project, space, dtype),
+            bias,
+        )
+        form = Form(
+            rank=lift.shape[1],
+            space=space,
+            normalise=normalise or space == "hidden",
+            gate="scalar" if scalar else "token",
+            eps=eps,
+            save=_may_need_grad(*inputs),
+        )
+        y = operators.complement(*inputs, *form)[0]
+    return y.view(*b.shape[:-1], y.shape[-1])
+
+
+def _pad_rows(weight: Tensor, count: int) -> Tensor:
+    return F.pad(weight, (0, 0, 0, count)) if count else weight
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., n] as [T, n], contiguous."""
+    return x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
+
+
+def _may_need_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(item is not None and item.requires_grad for item in tensors)

@@ -1,0 +1,125 @@
+"""What the operators of `operators` compute, in plain PyTorch: for a CPU without Triton's interpreter, and for second
+derivatives. Arguments are the operators' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from oqc.ops.reference import main_feature, orthogonalize, quadratic, upcast
+
+GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
+
+
+class Form(NamedTuple):
+    """What an operator is told besides its tensors."""
+
+    rows: int = 0
+    columns: int = 0
+    prefix: int = 0
+    rank: int = 0
+    space: str = "rank"  # "host": no complement
+    normalise: bool = True
+    gate: str = "scalar"  # "token": a value per token; "logit": in a column of proj
+    shared: bool = False  # u and v are the first R channels of the host's maps
+    eps: float = 1e-6
+    save: bool = True  # whether a backward may follow
+
+
+def split(proj: Tensor, hidden: int, form: Form) -> tuple[Any, ...]:
+    """Views of proj's columns: a, c, u, v (None for a host alone) and the gate's columns (None without)."""
+    a, c = proj[:, :hidden], proj[:, hidden : 2 * hidden]
+    logit = proj[:, -GATE_COLUMNS:] if form.gate == "logit" else None
+    if form.space == "host":
+        return a, c, None, None, logit
+    if form.shared:
+        return a, c, a[:, : form.rank], c[:, : form.rank], logit
+    first, padded = 2 * hidden, form.rank + -form.rank % 8
+    return a, c, proj[:, first : first + padded], proj[:, first + padded : first + 2 * padded], logit
+
+
+def fold(
+    weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """S = [W; P] (full: [W; O^T]; no orthogonalisation: W), M = W O and G = O^T O, with the rank padded by zeros."""
+    wide = F.pad(lift, (0, -lift.shape[1] % 8))  # [H, padded R]
+    merged, gram = upcast(weight) @ upcast(wide), upcast(wide).T @ upcast(wide)
+    stack = weight.clone() if space == "none" else torch.cat([weight, wide.T])
+    if space == "rank":
+        assert project is not None
+        stack = torch.cat([weight, F.pad(project, (0, 0, 0, -lift.shape[1] % 8))])
+    return stack.to(dtype), merged.to(dtype), gram
+
+
+def afbo(*args: Any) -> Tensor:
+    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, merged, gram, bias, gate = args[:12]
+    form = Form(*args[12:])
+    a, c, u, v, logit = split(F.linear(x, weight_in, cast(bias_in, x)), stack.shape[1], form)
+    b = F.gelu(_spatial(a, tap_a, bias_a, form)) * _spatial(c, tap_c, bias_c, form)
+    if form.space == "host":
+        return F.linear(b, stack, cast(bias, x))
+    value = gate if logit is None else torch.sigmoid(upcast(logit[:, 0]))
+    return complement(b, u, v, value, stack, merged, gram, bias, *form)
+
+
+def _spatial(a: Tensor, tap: Tensor, bias: Tensor | None, form: Form) -> Tensor:
+    tokens = a.unflatten(0, (-1, form.prefix + form.rows * form.columns))  # [B, N, H]
+    grid = tokens[:, form.prefix :].unflatten(1, (form.rows, form.columns)).permute(0, 3, 1, 2)
+    mapped = F.conv2d(grid, tap.to(a.dtype), cast(bias, a), padding=1, groups=tap.shape[0])
+    return torch.cat([tokens[:, : form.prefix], mapped.flatten(2).transpose(1, 2)], dim=1).flatten(0, 1)
+
+
+def complement(*args: Any) -> Tensor:
+    b, u, v, gate, stack, merged, gram, bias = args[:8]
+    form, width, hidden = Form(*args[8:]), merged.shape[0], b.shape[1]
+    q = quadratic(u[:, : form.rank], v[:, : form.rank], form.eps)
+    gate = upcast(gate).unsqueeze(-1) if gate.dim() else upcast(gate)
+    host = F.linear(b, stack[:width])
+    t = F.linear(upcast(b), upcast(stack[width : width + form.rank]))  # P b, O^T b or nothing
+    if form.space == "rank":
+        q = orthogonalize(q, main_feature(t, form.eps), form.eps)
+    energy = ((q @ gram[: form.rank, : form.rank]) * q).sum(-1, keepdim=True).clamp_min(0)
+    scale = torch.rsqrt(energy / hidden + form.eps) if form.normalise else torch.ones_like(energy)
+    if form.space == "hidden":
+        power = upcast(b).square().sum(-1, keepdim=True)
+        scale_b = torch.rsqrt(power / hidden + form.eps)
+        inner, main = (q * t).sum(-1, keepdim=True) * scale * scale_b, power * scale_b.square()
+        c = inner / (main + form.eps)
+        rest = (energy * scale.square() - 2 * c * inner + c.square() * main).clamp_min(0)
+        scale_r = torch.rsqrt(rest / hidden + form.eps)
+        host = (upcast(host) * (1 - gate * c * scale_b * scale_r)).to(b.dtype)
+        scale = scale * scale_r
+    y = host + F.linear((gate * scale * q).to(b.dtype), merged[:, : form.rank])
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def cast(item: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if item is None else item.to(like.dtype)
+
+
+def gradients(
+    function: Callable[..., Any], upstream: Any, inputs: Sequence[Tensor | None], rest: Sequence[Any]
+) -> tuple[Tensor, ...]:
+    """The gradient of every input, an empty one for None. Works inside an operator, where autograd is off."""
+
+    def of_given(*tensors: Tensor) -> Any:
+        left = iter(tensors)
+        return function(*[None if item is None else next(left) for item in inputs], *rest)
+
+    given = [item for item in inputs if item is not None]
+    found = iter(torch.func.vjp(of_given, *given)[1](upstream))
+    return tuple(given[0].new_empty(0) if item is None else next(found).clone() for item in inputs)
+
+
+def differentiable_gradients(
+    function: Callable[..., Any], upstream: Any, inputs: Sequence[Tensor | None], rest: Sequence[Any]
+) -> list[Tensor | None]:
+    """The same for those that require one, in a form that can be differentiated again."""
+    wanted = [item for item in inputs if item is not None and item.requires_grad]
+    outputs = function(*inputs, *rest)
+    found = iter(torch.autograd.grad(outputs, wanted, upstream, create_graph=True, allow_unused=True))
+    return [next(found) if item is not None and item.requires_grad else None for item in inputs]

@@ -1,0 +1,185 @@
+"""The products of weights that the rank-space identity needs, in one kernel per direction.
+
+Forward, from W [D, H], O [H, R] and P [R, H], with the rank padded by zeros:
+
+    S = [W; P] (full OQC: [W; O^T]; without orthogonalisation: W),   M = W O,   G = O^T O
+
+Backward: dW = dS_W + dM O^T,   dO = W^T dM + O (dG + dG^T) (full: + dS_O^T),   dP = dS_P. Both are tiny and would cost
+a dozen launches as separate PyTorch operations. S and M leave in the compute dtype; products are fp32-accurate, or
+tf32 where that dtype is a half one.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 16  # rows of [W; O^T] a forward program has, and columns of W a backward program has
+
+
+@triton.jit
+def _load(base, i, j, i_stride, j_stride, rows, columns):
+    """base[i, j] as fp32, 0 outside rows x columns."""
+    mask = (i < rows)[:, None] & (j < columns)[None, :]
+    return tl.load(base + i[:, None] * i_stride + j[None, :] * j_stride, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(base, i, j, row, rows, columns, value):
+    mask = (i < rows)[:, None] & (j < columns)[None, :]
+    tl.store(base + i[:, None] * row + j[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fold_forward(
+    weight,  # W [D, H]
+    lift,  # O [H, R]
+    project,  # P [R, H], where TAIL is 1
+    stack,  # S [D (+ padded), H]
+    merged,  # M [D, padded]
+    gram,  # G [padded, padded] fp32
+    hidden: tl.constexpr,
+    rank: tl.constexpr,
+    padded: tl.constexpr,
+    width: tl.constexpr,
+    TAIL: tl.constexpr,  # what follows W in S: 0 O^T, 1 P, 2 nothing
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    blocks = tl.cdiv(width, BLOCK)
+    pid = tl.program_id(0)
+    r = tl.arange(0, BLOCK_R)
+    acc = tl.zeros([BLOCK, BLOCK_R], tl.float32)
+    if pid < blocks:
+        i = pid * BLOCK + tl.arange(0, BLOCK)
+        for start in range(0, hidden, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            w = _load(weight, i, k, hidden, 1, width, hidden)
+            _store(stack, i, k, hidden, width, hidden, w)
+            acc = tl.dot(w, _load(lift, k, r, rank, 1, hidden, rank), acc, input_precision=PRECISION)
+        _store(merged, i, r, padded, width, padded, acc)
+    else:
+        i = (pid - blocks) * BLOCK + tl.arange(0, BLOCK)
+        for start in range(0, hidden, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            o = _load(lift, i, k, 1, rank, rank, hidden)  # rows of O^T
+            if TAIL == 0:
+                _store(stack + width * hidden, i, k, hidden, padded, hidden, o)
+            if TAIL == 1:
+                p = _load(project, i, k, hidden, 1, rank, hidden)
+                _store(stack + width * hidden, i, k, hidden, padded, hidden, p)
+            acc = tl.dot(o, _load(lift, k, r, rank, 1, hidden, rank), acc, input_precision=PRECISION)
+        _store(gram, i, r, padded, padded, padded, acc)
+
+
+@triton.jit
+def _fold_backward(
+    dstack,
+    dmerged,
+    dgram,
+    weight,
+    lift,
+    dweight,  # [D, H]
+    dlift,  # [H, R]
+    dproject,  # [R, H], where TAIL is 1
+    hidden: tl.constexpr,
+    rank: tl.constexpr,
+    padded: tl.constexpr,
+    width: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    h = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    r = tl.arange(0, BLOCK_R)
+    o = _load(lift, h, r, rank, 1, hidden, rank)
+    both = _load(dgram, r, r, padded, 1, padded, padded) + _load(dgram, r, r, 1, padded, padded, padded)
+    acc = tl.dot(o, both, input_precision=PRECISION)
+    for start in range(0, width, BLOCK_K):
+        d = start + tl.arange(0, BLOCK_K)
+        dm = _load(dmerged, d, r, padded, 1, width, padded)
+        w = _load(weight, h, d, 1, hidden, hidden, width)  # W^T
+        acc = tl.dot(w, dm, acc, input_precision=PRECISION)
+        dw = _load(dstack, d, h, hidden, 1, width, hidden)
+        dw = tl.dot(dm, tl.trans(o), dw, input_precision=PRECISION)
+        _store(dweight, d, h, hidden, width, hidden, dw)
+    if TAIL == 0:
+        acc += _load(dstack + width * hidden, h, r, 1, hidden, hidden, padded)
+    if TAIL == 1:
+        _store(dproject, r, h, hidden, rank, hidden, _load(dstack + width * hidden, r, h, hidden, 1, padded, hidden))
+    _store(dlift, h, r, rank, hidden, rank, acc)
+
+
+def forward(
+    weight: Tensor, lift: Tensor, project: Tensor | None, *, space: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """S, M and G."""
+    (width, hidden), rank = weight.shape, lift.shape[1]
+    padded = rank + -rank % 8
+    stack = weight.new_empty(width + (0 if space == "none" else padded), hidden, dtype=dtype)
+    merged = weight.new_empty(width, padded, dtype=dtype)
+    gram = weight.new_empty(padded, padded, dtype=torch.float32)
+    _fold_forward[(triton.cdiv(width, BLOCK) + triton.cdiv(padded, BLOCK),)](
+        weight,
+        lift,
+        lift if project is None else project,
+        stack,
+        merged,
+        gram,
+        **_constants(weight, lift, padded, space, dtype),
+        BLOCK_K=64,
+        num_stages=3,
+    )
+    return stack, merged, gram
+
+
+def backward(
+    dstack: Tensor,
+    dmerged: Tensor,
+    dgram: Tensor,
+    weight: Tensor,
+    lift: Tensor,
+    project: Tensor | None,
+    *,
+    space: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dW, dO and dP (empty where there is no P)."""
+    dweight, dlift = torch.empty_like(weight), torch.empty_like(lift)
+    dproject = weight.new_empty(0) if project is None else torch.empty_like(project)
+    _fold_backward[(triton.cdiv(weight.shape[1], BLOCK),)](
+        dstack,
+        dmerged,
+        dgram,
+        weight,
+        lift,
+        dweight,
+        dlift,
+        dproject,
+        **_constants(weight, lift, dmerged.shape[1], space, dstack.dtype),
+        BLOCK_K=64,
+        num_stages=2,
+    )
+    return dweight, dlift, dproject
+
+
+def _constants(weight: Tensor, lift: Tensor, padded: int, space: str, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "hidden": weight.shape[1],
+        "rank": lift.shape[1],
+        "padded": padded,
+        "width": weight.shape[0],
+        "TAIL": {"hidden": 0, "rank": 1, "none": 2}[space],
+        "BLOCK": BLOCK,
+        "BLOCK_R": max(16, triton.next_power_of_2(padded)),
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "num_warps": 4 if padded <= 64 else 8,
+    }

@@ -1,0 +1,138 @@
+"""Sharing: transformers' own save_pretrained, and Deep-ViT through huggingface_hub's mixin."""
+
+import json
+import logging
+import shutil
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import oqc
+from oqc.integrations import transformers as ours
+from oqc.integrations.hub import HubDeepViT
+from oqc.integrations.injection import Injected, inject, remove, specification
+from oqc.integrations.saving import load, save
+
+X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+VISION = {**SIZES, "image_size": 32, "patch_size": 8}
+
+
+def randomised(model):
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def vit():
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**VISION, num_labels=5))
+    inject(model, "lowrank", rank=4, blocks=[1])
+    return randomised(model)
+
+
+@torch.no_grad()
+def test_save_pretrained_keeps_the_branch(tmp_path):
+    model = vit()
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["oqc"] == specification(model)
+    for twin in (ours.from_pretrained(tmp_path), load(tmp_path)):
+        assert type(twin) is transformers.ViTForImageClassification
+        assert specification(twin) == specification(model)
+        assert torch.equal(twin(X).logits, model(X).logits)
+    half = ours.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    twin.save_pretrained(tmp_path / "again")
+    assert torch.equal(load(tmp_path / "again")(X).logits, model(X).logits)
+
+
+def test_plain_from_pretrained_says_that_the_branch_was_not_used(tmp_path, caplog):
+    vit().save_pretrained(tmp_path)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not any(isinstance(part, Injected) for part in model.modules())
+    warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert any("complement" in text for text in warned), warned
+
+
+def test_remove_takes_the_entry_out_of_the_config(tmp_path):
+    model = vit()
+    remove(model)
+    model.save_pretrained(tmp_path)
+    assert "oqc" not in json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ValueError, match="has no injected model: its config has no oqc entry"):
+        ours.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_a_tower_of_a_larger_model(tmp_path):
+    """Only CLIP's vision tower is injected; the whole model is saved."""
+    config = transformers.CLIPConfig(
+        text_config={**SIZES, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1}, vision_config=VISION
+    )
+    model = transformers.CLIPModel(config)
+    inject(model.vision_model, "lowrank", rank=4)
+    randomised(model)
+    y = model.vision_model(X).last_hidden_state
+    model.save_pretrained(tmp_path / "theirs")
+    save(model, tmp_path / "ours")
+    for name in ("theirs", "ours"):
+        twin = load(tmp_path / name)
+        assert not any(isinstance(part, Injected) for part in twin.text_model.modules())
+        assert torch.equal(twin.vision_model(X).last_hidden_state, y)
+
+
+def deep_vit(**options):
+    return oqc.create_model("deep_vit_afbo", depth=2, width=32, heads=2, hidden=48, num_classes=5, **options)
+
+
+@torch.no_grad()
+def test_deep_vit_through_the_mixin(tmp_path):
+    model = deep_vit(complement="lowrank", rank=4)
+    randomised(model)
+    hub = HubDeepViT.of(model)
+    hub.save_pretrained(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"README.md", "config.json", "model.safetensors", "oqc.json"}
+    twin = HubDeepViT.from_pretrained(tmp_path)
+    assert twin.config == model.config
+    assert torch.equal(twin(X), hub(X))
+    assert torch.equal(load(tmp_path)(X), hub(X))
+    with pytest.raises(ValueError, match="takes a DeepViT here, got a Linear"):
+        HubDeepViT.of(nn.Linear(2, 2))
+
+
+@torch.no_grad()
+def test_push_and_pull(tmp_path, monkeypatch):
+    """The hub is a folder here: what is uploaded is what is downloaded."""
+    remote = tmp_path / "remote"
+
+    def upload_folder(self, *, repo_id, folder_path, **options):
+        assert repo_id == "someone/deep-vit"
+        shutil.copytree(folder_path, remote)
+
+    def download(repo_id, filename, **options):
+        assert options["revision"] == "v1"
+        return str(remote / filename)
+
+    monkeypatch.setattr(
+        huggingface_hub.HfApi,
+        "create_repo",
+        lambda self, repo_id, **o: huggingface_hub.RepoUrl(f"https://hf.co/{repo_id}"),
+    )
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr("oqc.integrations.hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.hub_mixin.hf_hub_download", download)
+    model = deep_vit()
+    inject(model, "full", rank=4)
+    randomised(model)
+    HubDeepViT.of(model).push_to_hub("someone/deep-vit")
+    twin = HubDeepViT.from_pretrained("someone/deep-vit", revision="v1")
+    assert specification(twin) == specification(model)
+    assert torch.equal(twin(X), model(X))

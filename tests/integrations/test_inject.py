@@ -1,0 +1,303 @@
+"""inject, remove, trainable: what they change, what they leave, and what they refuse."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import oqc
+from oqc.integrations.injection import Injected, inject, remove, specification, trainable
+from oqc.nn import KINDS
+
+
+def vit(**options):
+    torch.manual_seed(0)
+    options = {"img_size": 32, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5, **options}
+    return timm.create_model("vit_tiny_patch16_224", **options).eval()
+
+
+X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("complement", KINDS)
+def test_every_kind_starts_as_identity_and_differs_with_the_papers_start(complement):
+    model = vit()
+    before = model(X)
+    inject(model, complement, rank=8)
+    assert torch.equal(model(X), before)
+    remove(model)
+    inject(model, complement, rank=8, init="paper")
+    assert not torch.allclose(model(X), before, atol=1e-6)
+    assert "alpha" not in "".join(model.state_dict())
+
+
+@pytest.mark.parametrize("complement", KINDS)
+def test_alpha_has_a_gradient_at_once_and_everything_after_one_step(complement):
+    model = vit()
+    inject(model, complement, rank=8)
+    branch = {n: p for n, p in model.named_parameters() if ".complement." in n}
+    optimizer = torch.optim.SGD(branch.values(), lr=1.0)
+    model(X).square().mean().backward()
+    for name, parameter in branch.items():
+        assert (parameter.grad.abs().sum() > 0) == name.endswith("alpha"), name
+    optimizer.step()
+    optimizer.zero_grad()
+    model(X).square().mean().backward()
+    assert all(p.grad.abs().sum() > 0 for p in branch.values())
+
+
+def test_injected_network_follows_the_literal_equations():
+    model = vit().double()
+    inject(model, "lowrank", rank=8, init="paper", backend="torch")
+    want = copy.deepcopy(model)
+    for block in want.blocks:
+        block.mlp.oqc_backend = "reference"
+    assert torch.allclose(model(X.double()), want(X.double()), atol=1e-12)
+
+
+def test_remove_gives_everything_back():
+    model = vit()
+    before, y = copy.deepcopy(model), model(X)
+    modules = [(type(m), list(vars(m))) for m in model.modules()]
+    inject(model, "lowrank", rank=4, init="paper")
+    assert not torch.equal(model(X), y)
+    remove(model)
+    assert [(type(m), list(vars(m))) for m in model.modules()] == modules
+    assert list(model.state_dict()) == list(before.state_dict())
+    assert torch.equal(model(X), y)
+    with pytest.raises(ValueError, match="VisionTransformer has no injected complement"):
+        remove(model)
+
+
+def test_deep_vit_takes_a_complement_and_gives_it_back():
+    model = oqc.create_model("deep_vit_mlp", depth=2, width=32, heads=2, num_classes=5)
+    y = model(X)
+    inject(model, "full", rank=4)
+    assert torch.equal(model(X), y)
+    remove(model)
+    assert model.blocks[0].ffn.complement is None
+
+
+def test_trainable():
+    model = vit()
+    inject(model, "lowrank", rank=4)
+    picked = trainable(model, "complement")
+    assert {id(p) for p in picked} == {id(p) for n, p in model.named_parameters() if ".complement." in n}
+    assert not model.head.weight.requires_grad
+    assert len(trainable(model, "all")) == len(list(model.parameters()))
+    with pytest.raises(ValueError, match="part must be one of complement, all"):
+        trainable(model, "head")
+    with pytest.raises(ValueError, match=r"has no complement to train; call oqc.inject"):
+        trainable(vit(), "complement")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "picked"), [("all", [0, 1, 2]), (slice(1, None), [1, 2]), ([0, -1], [0, 2]), (range(2), [0, 1])]
+)
+def test_blocks(blocks, picked):
+    model = vit()
+    report = inject(model, rank=4, blocks=blocks)
+    assert [i for i, block in enumerate(model.blocks) if isinstance(block.mlp, Injected)] == picked
+    assert [one.path for one in report.replaced] == [f"blocks.{i}.mlp" for i in picked]
+    assert report.left_out == 3 - len(picked)
+
+
+def test_report():
+    model = vit()
+    before = sum(p.numel() for p in model.parameters())
+    report = inject(model, "lowrank", rank=8, example=X)
+    assert report.parameters == sum(p.numel() for p in model.parameters()) - before
+    one = 2 * (2 * 32 * 8 + 128 * 8 + 8 * 8 + 8 * 32)  # u and v, P, G, M
+    assert report.flops_per_token == 3 * one
+    assert report.flops_per_image == 5 * 3 * one  # 4 patches and the class token
+    text = str(report)
+    assert "in 3 of 3 feed-forward networks" in text
+    assert "blocks.2.mlp: Mlp, 32 -> 128" in text
+    assert not model.training
+
+
+def test_seed_fixes_the_start_and_blocks_differ():
+    first, second, third = vit(), vit(), vit()
+    state = torch.get_rng_state()
+    for model, seed in ((first, 7), (second, 7), (third, 8)):
+        inject(model, rank=4, seed=seed)
+    assert torch.equal(torch.get_rng_state(), state)
+    weights = [model.blocks[0].mlp.complement.u.weight for model in (first, second, third)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], first.blocks[1].mlp.complement.u.weight)
+
+
+class Quantised(nn.Linear):
+    """As int8 layers have it."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features)
+        self.weight = nn.Parameter(torch.zeros(linear.weight.shape, dtype=torch.int8), requires_grad=False)
+
+
+def quantised():
+    model = vit()
+    model.blocks[1].mlp.fc1 = Quantised(model.blocks[1].mlp.fc1)
+    return model
+
+
+class Packed(nn.Module):
+    """As PyTorch's dynamically quantised layers have it: the weight is packed away, behind a method."""
+
+    in_features, out_features = 32, 128
+
+    def weight(self):
+        return torch.zeros(128, 32)
+
+
+def packed():
+    model = vit()
+    model.blocks[0].mlp.fc1 = Packed()
+    return model
+
+
+def injected():
+    model = vit()
+    inject(model, rank=4)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (vit, {"blocks": [3]}, "blocks has 3, but VisionTransformer has 3 feed-forward networks: 0 to 2"),
+        (vit, {"blocks": [-4]}, "blocks has -4"),
+        (vit, {"blocks": slice(5, 6)}, "picks none of the 3 feed-forward networks of VisionTransformer"),
+        (vit, {"blocks": "every"}, "blocks must be one of all, got 'every'"),
+        (vit, {"rank": 129}, "rank must be from 1 to the hidden width 128 of blocks.0.mlp, got 129"),
+        (vit, {"rank": 0}, "rank must be from 1"),
+        (vit, {"complement": "none"}, "complement must be one of full"),
+        (vit, {"init": "zero"}, "init must be one of paper, identity"),
+        (quantised, {}, r"VisionTransformer is quantised: blocks.1.mlp.fc1 \(Quantised\); inject .* before quantising"),
+        (packed, {}, r"VisionTransformer is quantised: blocks.0.mlp.fc1 \(Packed\)"),
+        (injected, {}, r"VisionTransformer has a complement already, in blocks.0.mlp; call oqc.remove\(model\) first"),
+        (lambda: oqc.create_model("deep_vit_mlp_lowrank_r56"), {}, "DeepViT has a complement already"),
+        (lambda: timm.create_model("resnet18"), {}, "ResNet has no feed-forward network of a known form"),
+        (lambda: nn.Linear(4, 4), {}, "Linear has no feed-forward network"),
+    ],
+)
+def test_refusals_name_the_fault_and_change_nothing(make, options, message):
+    model = make()
+    before = list(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        inject(model, **{"rank": 4, **options})
+    assert list(model.state_dict()) == before
+
+
+class Functional(nn.Module):
+    """A forward that calls its activation as a function, and uses one dropout twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.drop, self.up = nn.Linear(32, 16), nn.Dropout(0.3), nn.Linear(16, 32)
+
+    def forward(self, x):
+        return self.drop(self.down(self.drop(F.silu(self.up(x)))))
+
+
+class Normed(nn.Module):
+    """Norm first and a gated pair in an order of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w_up, self.w_gate, self.w_out = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.act, self.norm = nn.GELU(), nn.LayerNorm(16)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.w_out(self.w_up(x) * self.act(self.w_gate(x)))
+
+
+class Shifted(nn.Module):
+    """Looks like an MLP, but is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)).roll(1, dims=1))
+
+
+def sequential():
+    return nn.Sequential(
+        nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 16), nn.Dropout(0.2)
+    )
+
+
+@pytest.mark.parametrize("make", [Functional, Normed, sequential])
+@pytest.mark.parametrize("training", [False, True])
+def test_generic_networks(make, training):
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), make()).train(training)
+    x = torch.randn(2, 5, 16)
+    torch.manual_seed(1)
+    before = model(x)
+    assert len(inject(model, "lowrank", rank=4).replaced) == 2
+    torch.manual_seed(1)
+    assert torch.equal(model(x), before)
+    for part in model:
+        nn.init.ones_(part.complement.alpha)
+    torch.manual_seed(1)
+    assert not torch.allclose(model(x), before)
+
+
+def test_a_network_that_only_looks_like_one_is_left_alone():
+    model = nn.Sequential(Shifted(), sequential())
+    report = inject(model, rank=4)
+    assert [one.path for one in report.replaced] == ["1"]
+    assert [(one.path, one.reason) for one in report.skipped] == [("0", "Shifted computes something else")]
+
+
+def test_attention_pools_and_position_biases_are_left_alone():
+    siglip = timm.create_model("vit_base_patch16_siglip_224", img_size=32, embed_dim=32, depth=2, num_heads=2)
+    assert [one.path for one in inject(siglip, rank=4).skipped] == ["attn_pool.mlp"]
+    swin = timm.create_model(
+        "swinv2_tiny_window8_256", img_size=32, embed_dim=16, depths=(1, 1), num_heads=(2, 2), window_size=4
+    )
+    assert {one.path.split(".")[-1] for one in inject(swin, rank=4).skipped} == {"cpb_mlp"}
+
+
+def test_only_a_part_of_a_model():
+    model = vit()
+    report = inject(model.blocks[1], rank=4)
+    assert [one.path for one in report.replaced] == ["mlp"]
+    assert specification(model)["modules"] == ["blocks.1.mlp"]
+
+
+def test_hooks_optimizers_copies_and_pickles_survive():
+    model = vit()
+    seen = []
+    model.blocks[0].mlp.register_forward_hook(lambda m, i, o: seen.append(o))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inject(model, rank=4)
+    model(X).sum().backward()
+    before = model.head.weight.detach().clone()
+    optimizer.step()
+    assert len(seen) == 1
+    assert not torch.equal(model.head.weight, before)
+    model.blocks[0].mlp._forward_hooks.clear()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin.blocks[0].mlp) is type(model.blocks[0].mlp)
+        assert torch.equal(twin(X), model(X))
+        remove(twin)
+        assert isinstance(model.blocks[0].mlp, Injected)
+
+
+def test_a_part_of_the_branch_in_a_checkpoint_is_an_error():
+    model = vit()
+    inject(model, rank=4)
+    state = model.state_dict()
+    del state["blocks.1.mlp.complement.u.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks.1.mlp.complement.u.weight"):
+        model.load_state_dict(state)

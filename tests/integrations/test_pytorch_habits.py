@@ -1,0 +1,216 @@
+"""What PyTorch's users do to a model, done to one with a complement: injected into timm, and Deep-ViT's own."""
+
+import copy
+import socket
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from integration_families import FAMILIES, build, images, output
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call, stack_module_state
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import oqc
+from oqc.integrations.injection import inject
+
+X = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+DEEP = {"depth": 2, "width": 32, "heads": 2, "hidden": 48, "num_classes": 5, "rank": 8}
+
+
+def injected(complement="lowrank", init="paper", **options):
+    torch.manual_seed(0)
+    options = {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5, **options}
+    model = timm.create_model("vit_tiny_patch16_224", **options)
+    inject(model, complement, rank=8, init=init)
+    return model
+
+
+def deep_vit(complement="lowrank", **options):
+    return oqc.create_model("deep_vit_afbo_lowrank_r56", complement=complement, seed=0, **DEEP, **options)
+
+
+MODELS = [injected, deep_vit]
+
+
+def gradients(model, y):
+    y.square().mean().backward()
+    return {name.removeprefix("module."): p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("make", "complement"), [(injected, "lowrank"), (injected, "full"), (injected, "dynamic"), (deep_vit, "lowrank")]
+)
+def test_compiles_without_breaks(make, complement):
+    model = make(complement)
+    want = model(X)
+    want_gradients = gradients(model, want)
+    model.zero_grad()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    y = compiled(X)
+    assert torch.allclose(y, want, atol=1e-5)
+    for name, gradient in gradients(model, y).items():
+        assert torch.allclose(gradient, want_gradients[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("name", ["eva02_base_patch14_224", "Data2VecVisionModel", "Dinov2Model, SwiGLU"])
+@torch.no_grad()
+def test_compiles_without_breaks_where_the_literal_form_runs_or_the_host_is_gated(name):
+    family = next(family for family in FAMILIES if family.name == name)
+    model = build(family)
+    inject(model, "lowrank", rank=4, init="paper")
+    x = images(family)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(output(compiled, x), output(model, x), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_compiles_with_the_inductor():
+    model = injected("lowrank").eval()
+    with torch.no_grad():
+        assert torch.allclose(torch.compile(model, fullgraph=True)(X), model(X), atol=1e-5)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_activation_checkpointing(make):
+    model = make()
+    want = gradients(model, model(X))
+    model.zero_grad()
+    for block in model.blocks:
+        block.forward = _checkpointed(block.forward)
+    for name, gradient in gradients(model, model(X)).items():
+        assert torch.allclose(gradient, want[name], atol=1e-6), name
+
+
+def _checkpointed(forward):
+    return lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+def test_timms_own_checkpointing():
+    model = injected()
+    want = gradients(model, model(X))
+    model.zero_grad()
+    model.set_grad_checkpointing()
+    assert all(torch.allclose(g, want[n], atol=1e-6) for n, g in gradients(model, model(X)).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("complement", ["lowrank", "full"])
+@pytest.mark.parametrize("make", MODELS)
+def test_autocast(make, complement, dtype):
+    model = make(complement)
+    exact = copy.deepcopy(model).double()(X.double())
+    with torch.autocast("cpu", dtype=dtype):
+        y = model(X)
+        assert y.dtype == dtype
+    assert (y.double() - exact).norm() / exact.norm() < 0.05
+    assert all(torch.isfinite(g).all() for g in gradients(model, y.float()).values())
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_functional_call_and_vmap_over_an_ensemble(make):
+    models = [make(), make(), make()]
+    for i, model in enumerate(models):
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1 * (i + 1))
+    state, buffers = stack_module_state(models)
+    skeleton = copy.deepcopy(models[0]).to("meta")
+
+    def run(parameters, own_buffers):
+        return functional_call(skeleton, (parameters, own_buffers), (X,))
+
+    y = torch.vmap(run)(state, buffers)
+    for i, model in enumerate(models):
+        assert torch.allclose(y[i], model(X), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("complement", ["lowrank", "full", "static", "dynamic"])
+def test_meta_construction(complement):
+    with torch.device("meta"):
+        model = timm.create_model(
+            "vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=5
+        )
+    inject(model, complement, rank=8, init="paper")
+    assert all(p.is_meta for p in model.parameters())
+    source = injected(complement)
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict())
+    assert torch.equal(model.eval()(X), source.eval()(X))
+
+
+def test_state_dict_hooks_run():
+    model = injected()
+    seen = []
+    mlp = model.blocks[0].mlp
+    mlp.register_state_dict_post_hook(lambda module, state, prefix, meta: seen.append("saved"))
+    mlp.register_load_state_dict_pre_hook(lambda module, *args: seen.append("loading"))
+    model.load_state_dict(model.state_dict())
+    assert seen == ["saved", "loading"]
+
+
+def test_assign_and_partial_loading():
+    """What timm and transformers do with checkpoints of other shapes."""
+    model, other = injected(), injected()
+    model.load_state_dict(other.state_dict(), assign=True)
+    result = model.load_state_dict({"head.weight": other.head.weight}, strict=False)
+    assert not any("complement" in name for name in result.missing_keys)
+    assert torch.equal(model(X), other(X))
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _start(rank, world, port):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+
+
+def _ddp_worker(rank, world, port):
+    _start(rank, world, port)
+    for init in ("identity", "paper"):
+        model = injected(init=init)
+        want = gradients(model, model(X))
+        model.zero_grad()
+        parallel = DistributedDataParallel(model)
+        half = X[rank * 2 : rank * 2 + 2]
+        for name, gradient in gradients(parallel, parallel(half)).items():
+            assert torch.allclose(gradient, want[name], atol=1e-6), name
+    dist.destroy_process_group()
+
+
+def test_ddp_gives_the_whole_batchs_gradients():
+    """Without find_unused_parameters: also at the identity start every parameter takes part."""
+    mp.spawn(_ddp_worker, (2, _free_port()), nprocs=2)
+
+
+def _fsdp_worker(rank, world, port):
+    _start(rank, world, port)
+    mesh = init_device_mesh("cpu", (world,))
+    for model in (injected("lowrank"), injected("full"), deep_vit("dynamic", readout=False)):
+        plain = copy.deepcopy(model)
+        optimizers = []
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for each, part in ((plain, X), (model, X[rank * 2 : rank * 2 + 2])):
+            optimizers.append(torch.optim.SGD(each.parameters(), lr=0.1))
+            for _ in range(2):
+                optimizers[-1].zero_grad()
+                each(part).square().mean().backward()
+                optimizers[-1].step()
+        own = dict(plain.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(parameter.full_tensor(), own[name], atol=1e-5), name
+    dist.destroy_process_group()
+
+
+def test_fsdp2_trains_like_one_process():
+    mp.spawn(_fsdp_worker, (2, _free_port()), nprocs=2)

@@ -1,0 +1,182 @@
+"""save and load: what is refused, what is noticed, what is kept."""
+
+import json
+
+import pytest
+import timm
+import torch
+import transformers
+from torch import nn
+
+import oqc
+from oqc.integrations.folding import fold
+from oqc.integrations.injection import inject, specification
+from oqc.integrations.saving import load, save
+from oqc.nn.ffn import mlp_layer
+
+ARGUMENTS = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def randomised(model):
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def vit(**options):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5, **ARGUMENTS, **options)
+    inject(model, "lowrank", rank=4, blocks=[1], gate_init=-1.5)
+    return randomised(model)
+
+
+@torch.no_grad()
+def test_the_injection_is_kept(tmp_path):
+    model = vit()
+    save(model, tmp_path / "a" / "b", arguments=ARGUMENTS)
+    twin = load(tmp_path / "a" / "b")
+    assert specification(twin) == specification(model)
+    assert specification(twin)["modules"] == ["blocks.1.mlp"]
+    assert specification(twin)["gate_init"] == -1.5
+    assert not twin.training
+    assert torch.equal(twin(X), model(X))
+    record = json.loads((tmp_path / "a" / "b" / "oqc.json").read_text())
+    assert record["base"]["name"] == "vit_tiny_patch16_224"
+    assert record["injection"]["init"] == "identity"
+    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["model.safetensors", "oqc.json"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: timm.create_model(
+            "vit_tiny_patch16_224", img_size=32, mlp_layer=mlp_layer("full", rank=4), **ARGUMENTS
+        ),
+        lambda: oqc.create_model("deep_vit_afbo_lowrank_r56", depth=2, width=32, heads=2, hidden=48, rank=4),
+        lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, **ARGUMENTS),
+    ],
+)
+@torch.no_grad()
+def test_models_built_with_a_complement_or_without_any(tmp_path, make):
+    model = randomised(make())
+    save(model, tmp_path, arguments=ARGUMENTS if hasattr(model, "pretrained_cfg") else None)
+    assert torch.equal(load(tmp_path)(X), model(X))
+
+
+@torch.no_grad()
+def test_precision_is_kept(tmp_path):
+    model = vit().bfloat16()
+    save(model, tmp_path, arguments=ARGUMENTS)
+    twin = load(tmp_path)
+    assert {p.dtype for p in twin.parameters()} == {torch.bfloat16}
+    assert torch.equal(twin(X.bfloat16()), model(X.bfloat16()))
+
+
+@torch.no_grad()
+def test_wrappers_are_taken_off(tmp_path):
+    model = vit()
+    save(torch.compile(model), tmp_path, arguments=ARGUMENTS)
+    assert torch.equal(load(tmp_path)(X), model(X))
+
+
+@torch.no_grad()
+def test_tied_weights(tmp_path):
+    """A text model with a tied output layer, as the library has it."""
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    model = transformers.BertForMaskedLM(config)
+    inject(model, rank=4, blocks=[0, 1])
+    randomised(model)
+    save(model, tmp_path)
+    record = json.loads((tmp_path / "oqc.json").read_text())
+    assert "cls.predictions.decoder.weight" in {*record["tied"], *record["tied"].values()}
+    twin = load(tmp_path)
+    assert twin.cls.predictions.decoder.weight is twin.bert.embeddings.word_embeddings.weight
+    tokens = torch.arange(10)[None]
+    assert torch.equal(twin(tokens).logits, model(tokens).logits)
+
+
+@torch.no_grad()
+def test_folded(tmp_path):
+    model = vit()
+    y = model(X)
+    fold(model)
+    assert torch.allclose(model(X), y, atol=1e-6)
+    save(model, tmp_path, arguments=ARGUMENTS)
+    twin = load(tmp_path)
+    assert twin.blocks[1].mlp.complement.merged is not None
+    assert torch.equal(twin(X), model(X))
+
+
+@torch.no_grad()
+def test_a_replaced_head_is_saved(tmp_path):
+    model = oqc.create_model("deep_vit_mlp", depth=2, width=32, heads=2)
+    model.head = nn.Linear(32, 7)
+    save(model, tmp_path)
+    assert torch.equal(load(tmp_path)(X), model.eval()(X))
+
+
+def test_a_model_that_would_not_come_back_is_refused(tmp_path):
+    model = vit()
+    with pytest.raises(ValueError, match=r"is not this model .*pass arguments= with what its constructor was given"):
+        save(model, tmp_path)
+    with pytest.raises(ValueError, match=r"blocks.0.attn.num_heads is 2, rebuilt 4"):
+        save(model, tmp_path, arguments={**ARGUMENTS, "num_heads": 4})
+    with pytest.raises(ValueError, match="arguments must be numbers, text"):
+        save(model, tmp_path, arguments={**ARGUMENTS, "act_layer": nn.ReLU})
+    with pytest.raises(ValueError, match="Sequential is not a model of oqc, timm, torchvision, transformers"):
+        save(nn.Sequential(nn.Linear(4, 4)), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def change(path, **fields):
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | fields))
+
+
+def base(path, **fields):
+    change(path, base=json.loads(path.read_text())["base"] | fields)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "oqc.json").unlink(), "is not a saved model: it has no oqc.json"),
+        (lambda f: (f / "oqc.json").write_text("{"), "oqc.json is damaged: it is not JSON"),
+        (lambda f: (f / "oqc.json").write_text("[]"), "it is not the record of a saved model"),
+        (lambda f: (f / "model.safetensors").unlink(), "model.safetensors cannot be read"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "its digest is not the one in oqc.json"),
+        (lambda f: change(f / "oqc.json", format=2), "has format 2; this version of oqc reads format 1"),
+        (lambda f: change(f / "oqc.json", injection=None), "which the model does not"),
+        (lambda f: base(f / "oqc.json", library="os"), "library must be one of oqc, timm, torchvision, transformers"),
+        (lambda f: base(f / "oqc.json", name="hf-hub:someone/model"), "timm has no model 'hf-hub:someone/model'"),
+        (lambda f: base(f / "oqc.json", arguments={"pretrained": True}), "arguments must not have 'pretrained'"),
+        (lambda f: base(f / "oqc.json", library="transformers", name="pipeline"), "has no model class 'pipeline'"),
+    ],
+)
+def test_damage_and_trickery_are_named(tmp_path, damage, message):
+    save(vit(), tmp_path, arguments=ARGUMENTS)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_nothing_half_written_is_left(tmp_path, monkeypatch):
+    """A crash while writing leaves the old model whole."""
+    model = vit()
+    save(model, tmp_path, arguments=ARGUMENTS)
+    with torch.no_grad():
+        y = load(tmp_path)(X)
+        model.head.bias.add_(1)
+
+    def crash(descriptor):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.fsync", crash)
+    with pytest.raises(OSError, match="no space left"):
+        save(model, tmp_path, arguments=ARGUMENTS)
+    monkeypatch.undo()
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path)(X), y)

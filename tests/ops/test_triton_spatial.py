@@ -1,0 +1,103 @@
+"""The spatial kernels on views inside larger buffers: what they must not touch stays as it was."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from oqc.ops import triton_spatial
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CANARY = -7.0
+
+
+def inside(rows: int, columns: int, left: int, right: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A NaN-filled [rows, columns] view with canaries around it, and a mask of those in the whole buffer."""
+    whole = torch.full((rows + 3, left + columns + right), CANARY, device=DEVICE, dtype=dtype)
+    outer = torch.ones_like(whole, dtype=torch.bool)
+    outer[1 : rows + 1, left : left + columns] = False
+    view = whole[1 : rows + 1, left : left + columns].fill_(torch.nan)
+    return view, outer
+
+
+def whole(view: Tensor) -> Tensor:
+    assert view._base is not None
+    return view._base
+
+
+def check(
+    images: int, rows: int, columns: int, prefix: int, hidden: int, left: int, right: int, dtype: torch.dtype
+) -> None:
+    tokens = prefix + rows * columns
+    generator = torch.Generator().manual_seed(images + 10 * hidden)
+    power = hidden % 2 == 0  # with and without the gradient of |b|^2
+    weights = [torch.randn(hidden, 1, 3, 3, generator=generator).to(DEVICE) for _ in range(2)]
+    biases = [torch.randn(hidden, generator=generator).to(DEVICE) if columns % 2 else None for _ in range(2)]
+    taps = (weights[0], biases[0], weights[1], biases[1])
+    place = {"tokens": tokens, "grid": (rows, columns), "prefix": prefix}
+    views = [inside(images * tokens, hidden, left, right, dtype) for _ in range(6)]
+    (a, _), (c, _), (db, _), *outputs = views
+    for view in (a, c, db):
+        view.copy_(torch.randn(view.shape, generator=generator))
+    (b, b_outer), (da, da_outer), (dc, dc_outer) = outputs
+    dpower = torch.randn(images * tokens, generator=generator).to(DEVICE) if power else None
+    triton_spatial.forward(a, c, taps, **place, out=b)
+    flat = triton_spatial.backward(db, dpower, a, c, taps, **place, da=da, dc=dc)
+    for view, outer in ((b, b_outer), (da, da_outer), (dc, dc_outer)):
+        assert (whole(view)[outer] == CANARY).all()
+        assert view.isfinite().all()
+
+    exact = [item.detach().double().requires_grad_() for item in (a, c, *weights)]
+    shifts = [None if item is None else item.double().requires_grad_() for item in biases]
+
+    def mapped(item: Tensor, tap: Tensor, bias: Tensor | None) -> Tensor:
+        item = item.unflatten(0, (images, tokens))
+        grid = item[:, prefix:].unflatten(1, (rows, columns)).permute(0, 3, 1, 2)
+        out = F.conv2d(grid, tap, bias, padding=1, groups=hidden).flatten(2).transpose(1, 2)
+        return torch.cat([item[:, :prefix], out], dim=1).flatten(0, 1)
+
+    y = F.gelu(mapped(exact[0], exact[2], shifts[0])) * mapped(exact[1], exact[3], shifts[1])
+    loss = (y * db.double()).sum()
+    if dpower is not None:
+        loss = loss + (y.square().sum(1) * dpower.double()).sum()
+    loss.backward()
+    parts = flat.split([9 * hidden, hidden, 9 * hidden, hidden, hidden, hidden])
+    pairs = [(b, y), (da, exact[0].grad), (dc, exact[1].grad), (parts[0], exact[2].grad), (parts[2], exact[3].grad)]
+    pairs += [(part, shift.grad) for part, shift in zip(parts[1:4:2], shifts, strict=True) if shift is not None]
+    pairs += [(parts[4], exact[0].grad.sum(0)), (parts[5], exact[1].grad.sum(0))]
+    for given, expected in pairs:
+        error = (given.double().flatten() - expected.flatten()).norm() / expected.norm()
+        assert error <= {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+
+
+SMALL = [(1, 1, 1, 0, 1), (2, 3, 3, 1, 5), (1, 2, 7, 0, 33), (3, 1, 8, 2, 4), (1, 3, 9, 0, 40), (2, 2, 13, 1, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("images", "rows", "columns", "prefix", "hidden"), SMALL)
+def test_writes_its_own_and_nothing_else(
+    images: int, rows: int, columns: int, prefix: int, hidden: int, dtype: torch.dtype
+) -> None:
+    check(images, rows, columns, prefix, hidden, 3, 5, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("columns", "hidden"), [(1, 7), (3, 33), (7, 664), (8, 65), (9, 31), (14, 96), (17, 1), (31, 40)]
+)
+def test_awkward_shapes(columns: int, hidden: int) -> None:
+    """Over a hundred shapes, with odd strides on either side."""
+    draw = random.Random(columns)
+    for i in range(13):
+        images, rows, prefix = draw.choice([1, 2, 5, 33]), draw.choice([1, 2, 3, 8, 17]), draw.choice([0, 1, 4])
+        dtype = torch.float32 if i % 2 else torch.bfloat16
+        check(images, rows, columns, prefix, hidden, 3, 5, dtype)
