@@ -52,10 +52,12 @@ def main() -> None:
     events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
     busy = sum(e.self_device_time_total for e in events) / 3e3
     print(
-        f"{args.complement} {args.backend} {args.mode} {args.settings}: {ms:.2f} ms a step, {run.train.batch / ms:.1f}k images/s"
+        f"{args.complement} {args.backend} {args.mode} {args.settings}: {ms:.2f} ms a step,"
+        f" {run.train.batch / ms:.1f}k images/s"
     )
     print(
-        f"busy {busy:.2f} ms in {sum(e.count for e in events) // 3} kernels, ready after {trainer.prepare_seconds:.0f} s"
+        f"busy {busy:.2f} ms in {sum(e.count for e in events) // 3} kernels,"
+        f" ready after {trainer.prepare_seconds:.0f} s"
     )
     for event in events[: args.rows]:
         print(f"{event.self_device_time_total / 3e3:8.3f} ms {event.count // 3:5d} x  {event.key[:110]}")

@@ -1,6 +1,7 @@
 """Orthogonal Quadratic Complements for vision transformer feed-forward networks (arXiv 2604.09709)."""
 
 from oqc.config import FFN, Data, Model, Run, Train
+from oqc.integrations import inject, load, mlp_layer, remove, save, trainable
 from oqc.models import DeepViT, create_model, list_models
 from oqc.nn import OQCFFN, PenultimateResidual
 
@@ -17,5 +18,11 @@ __all__ = [
     "Train",
     "__version__",
     "create_model",
+    "inject",
     "list_models",
+    "load",
+    "mlp_layer",
+    "remove",
+    "save",
+    "trainable",
 ]

@@ -195,7 +195,8 @@ def from_dict(cls: type[T], values: dict[str, Any], path: str = "") -> T:
 
 def _coerce(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
-        return value if isinstance(value, kind) else from_dict(typing.cast(type, kind), value, where)
+        cls = typing.cast(type, kind)
+        return value if isinstance(value, cls) else from_dict(cls, value, where)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None:

@@ -89,6 +89,26 @@ def test_a_tower_of_a_larger_model(tmp_path):
         assert torch.equal(twin.vision_model(X).last_hidden_state, y)
 
 
+def test_a_folder_whose_branch_was_lost_is_refused(tmp_path):
+    model = vit()
+    model.save_pretrained(tmp_path)
+    state = {name: value for name, value in model.state_dict().items() if ".complement." not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match=r"has no weights for .*complement.* which its config says were injected"):
+        ours.from_pretrained(tmp_path)
+
+
+def test_remove_on_the_whole_model_reaches_a_towers_config():
+    config = transformers.CLIPConfig(
+        text_config={**SIZES, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1}, vision_config=VISION
+    )
+    model = transformers.CLIPModel(config)
+    inject(model.vision_model, rank=4)
+    assert "oqc" in model.config.to_dict()["vision_config"]
+    remove(model)
+    assert "oqc" not in model.config.to_dict()["vision_config"]
+
+
 def deep_vit(**options):
     return oqc.create_model("deep_vit_afbo", depth=2, width=32, heads=2, hidden=48, num_classes=5, **options)
 

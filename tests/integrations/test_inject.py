@@ -181,7 +181,11 @@ def injected():
         (quantised, {}, r"VisionTransformer is quantised: blocks.1.mlp.fc1 \(Quantised\); inject .* before quantising"),
         (packed, {}, r"VisionTransformer is quantised: blocks.0.mlp.fc1 \(Packed\)"),
         (injected, {}, r"VisionTransformer has a complement already, in blocks.0.mlp; call oqc.remove\(model\) first"),
-        (lambda: oqc.create_model("deep_vit_mlp_lowrank_r56"), {}, "DeepViT has a complement already"),
+        (
+            lambda: oqc.create_model("deep_vit_mlp_lowrank_r56"),
+            {},
+            "DeepViT has a complement already, in blocks.0.ffn; it was built with it",
+        ),
         (lambda: timm.create_model("resnet18"), {}, "ResNet has no feed-forward network of a known form"),
         (lambda: nn.Linear(4, 4), {}, "Linear has no feed-forward network"),
     ],

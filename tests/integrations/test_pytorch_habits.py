@@ -194,7 +194,7 @@ def test_ddp_gives_the_whole_batchs_gradients():
 def _fsdp_worker(rank, world, port):
     _start(rank, world, port)
     mesh = init_device_mesh("cpu", (world,))
-    for model in (injected("lowrank"), injected("full"), deep_vit("dynamic", readout=False)):
+    for model in (injected("lowrank"), injected("full"), deep_vit("dynamic")):
         plain = copy.deepcopy(model)
         optimizers = []
         for block in model.blocks:

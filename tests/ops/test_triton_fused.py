@@ -8,7 +8,7 @@ its error is measured against three times the root of the sum of their squares, 
 Memory that an operator allocates starts as NaN.
 
 Without a GPU the kernels run under Triton's interpreter, which truncates to bf16 instead of rounding; the comparison
-with the literal equations is then made in fp16.
+with the literal equations is then made in fp16, and over so few tokens that both errors scatter: 1.5 times there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from oqc.ops import fused, operators, reference
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 EPS = 1e-6
+LITERAL = 1.25 if torch.cuda.is_available() else 1.5
 SCALARS = ("beta", "gate_bias")
 
 
@@ -253,7 +254,7 @@ def check_group(
             if name in SCALARS:
                 continue
             given, bound = _ratio((total[0], total[1])), _ratio(tuple(pooled["literal"][name]))  # type: ignore[arg-type]
-            assert given <= 1.25 * bound, (name, given, bound)
+            assert given <= LITERAL * bound, (name, given, bound)
 
 
 def _label(case: Case) -> str:

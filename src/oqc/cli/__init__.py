@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import oqc
-from oqc.cli import bench, data, demo, models, train
+from oqc.cli import bench, data, demo, export, models, train
 
 START, TRAIN, DATA, MEASURE = "Start here", "Train and use", "Data", "Measure"
 
@@ -24,6 +24,7 @@ app.command(rich_help_panel=START)(models.models)
 app.command(rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(train.evaluate)
 app.command(rich_help_panel=TRAIN)(train.predict)
+app.command(rich_help_panel=TRAIN)(export.export)
 app.command(rich_help_panel=MEASURE)(bench.bench)
 app.add_typer(data.app, name="data", rich_help_panel=DATA)
 

@@ -18,6 +18,14 @@ from oqc.report.figures import throughput
 from oqc.train import find_device
 from oqc.train.environment import environment
 
+CHOICES = {
+    "hosts": configs.HOSTS,
+    "complements": configs.COMPLEMENTS,
+    "backends": configs.BACKENDS[1:],
+    "modes": configs.MODES[1:],
+    "phases": ("train", "inference"),
+}
+
 
 def bench(
     hosts: Annotated[str, typer.Option(help="With commas: " + ", ".join(configs.HOSTS))] = "afbo",
@@ -25,6 +33,10 @@ def bench(
     backends: Annotated[str | None, typer.Option(help="With commas. Default: the fastest that runs here.")] = None,
     modes: Annotated[str | None, typer.Option(help="eager, compiled, graph. Default: graph, on a CPU eager.")] = None,
     phases: Annotated[str, typer.Option(help="train, inference.")] = "train,inference",
+    case: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:COMPLEMENT:BACKEND:MODE:PHASE", help="One more case; may be repeated."),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1)] = 512,
     precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     repeats: Annotated[int, typer.Option(min=5, help="Rounds over all cases.")] = 7,
@@ -42,14 +54,16 @@ def bench(
     cuda = own.type == "cuda"
     configs.check_choice("precision", precision, experiment.PARITY)
     base = configs.override(configs.Model(), settings or [])
-    todo = experiment.cases(
-        _split("hosts", hosts, configs.HOSTS),
-        _split("complements", complements, configs.COMPLEMENTS),
-        _split("backends", backends or ops.fastest(own), configs.BACKENDS[1:]),
-        _split("modes", modes or ("graph" if cuda else "eager"), configs.MODES[1:]),
-        _split("phases", phases, ("train", "inference")),
-        base,
-    )
+    given = (hosts, complements, backends or ops.fastest(own), modes or ("graph" if cuda else "eager"), phases)
+    lists = [_split(name, text, CHOICES[name]) for name, text in zip(CHOICES, given, strict=True)]
+    todo = experiment.cases(*lists, base=base)
+    for text in case or []:
+        parts = text.split(":")
+        if len(parts) != 5:
+            raise ValueError(f"--case must be HOST:COMPLEMENT:BACKEND:MODE:PHASE, got {text!r}")
+        for (name, allowed), part in zip(CHOICES.items(), parts, strict=True):
+            configs.check_choice(name, part, allowed)
+        todo += experiment.cases(*([part] for part in parts), base=base)
     if out is not None and out.exists():
         raise ValueError(f"--out {out} exists; name a new file")
     console = Console(stderr=True)

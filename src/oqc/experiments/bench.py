@@ -53,6 +53,7 @@ def cases(
     backends: Sequence[str],
     modes: Sequence[str],
     phases: Sequence[str],
+    *,
     base: Model | None = None,
 ) -> list[Case]:
     """Every combination, each complement at the paper's rank."""

@@ -89,7 +89,8 @@ def inject(
         raise ValueError(f"{kind} is quantised: {layer}; inject the complement before quantising")
     taken = next((path for path, _ in complements(model)), None)
     if taken is not None:
-        raise ValueError(f"{kind} has a complement already, in {taken or 'itself'}; call oqc.remove(model) first")
+        way = "call oqc.remove(model) first" if any(injected(model)) else "it was built with it, so build it without"
+        raise ValueError(f"{kind} has a complement already, in {taken or 'itself'}; {way}")
     found, skipped = find(model)
     if not found:
         raise ValueError(_nothing(kind, [f"{s.path}: {s.reason}" for s in skipped]))
@@ -130,7 +131,9 @@ def remove(model: nn.Module) -> None:
         elif isinstance(module, Injected):
             module.__class__ = module.oqc_base  # type: ignore[assignment]
             del module.complement, module.oqc_layout, module.oqc_backend
-    _record(model)
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "oqc"):
+            del module.config.oqc  # type: ignore[union-attr]
 
 
 def trainable(model: nn.Module, part: str = "complement") -> list[nn.Parameter]:
@@ -227,10 +230,5 @@ def _seed_of_now() -> int:
 def _record(model: nn.Module) -> None:
     """Lets a transformers model's config tell of the injection, so that its own `save_pretrained` does."""
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_diff_dict"):
-        return
-    spec = specification(model)
-    if spec is not None:
-        config.oqc = spec
-    elif hasattr(config, "oqc"):
-        del config.oqc
+    if hasattr(config, "to_diff_dict"):
+        config.oqc = specification(model)

@@ -41,7 +41,10 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
         _restore_all(self)
 
     loader: Any = type(cls.__name__, (cls,), {"__init__": start, "__module__": cls.__module__})
-    model = loader.from_pretrained(path, config=config, **options)
+    model, found = loader.from_pretrained(path, config=config, **options, output_loading_info=True)
+    missing = sorted(name for name in found["missing_keys"] if ".complement." in name)
+    if missing:
+        raise ValueError(f"{path} has no weights for {missing[0]}, which its config says were injected")
     model.__class__ = cls
     return model
 

@@ -15,7 +15,7 @@ class PenultimateResidual(nn.Module):
 
     def __init__(self, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))  # FSDP2 refuses scalars
 
     def forward(self, last: Tensor, penultimate: Tensor) -> Tensor:
         return reference.readout(last, penultimate, self.gamma)

@@ -8,6 +8,8 @@ backend reads the same parameters.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -36,11 +38,11 @@ def is_plain(*modules: object) -> bool:
 
     LoRA and quantised layers are other classes, and so are parametrized ones; for those the identity does not hold.
     """
-    return all(
-        m is None
-        or (type(m) in (nn.Linear, nn.Conv2d) and not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks))
-        for m in modules
-    )
+    return all(m is None or (type(m) in (nn.Linear, nn.Conv2d) and not _has_hooks(m)) for m in modules)
+
+
+def _has_hooks(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def fastest(device: torch.device) -> str:

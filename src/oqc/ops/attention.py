@@ -11,8 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oqc.ops.operators import on_kernels
 
-# cuDNN's attention gave NaN gradients in bf16 (docs/deviations.md), so it is never among the choices.
-SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# cuDNN's attention gave NaN gradients in bf16 (docs/deviations.md), so it is never among the choices. Over short
+# sequences the memory-efficient kernel is the fastest of the others (docs/performance.md).
+SDPA_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 MOST_TOKENS = 128  # beyond it a head's scores no longer fit a program's registers
 HEAD_SIZES = (16, 32, 64)
 
@@ -37,7 +38,8 @@ def _plain(qkv: Tensor, heads: int, *, twice: bool = False) -> Tensor:
     batch, tokens, packed = qkv.shape
     q, k, v = qkv.view(batch, tokens, 3, heads, packed // 3 // heads).permute(2, 0, 3, 1, 4).unbind(0)
     if qkv.is_cuda or twice:
-        with sdpa_kernel(SDPBackend.MATH if twice else SDPA_BACKENDS):
+        choices = [SDPBackend.MATH] if twice else SDPA_BACKENDS
+        with sdpa_kernel(choices, set_priority=tokens <= MOST_TOKENS):
             y = F.scaled_dot_product_attention(q, k, v)
     else:
         y = F.scaled_dot_product_attention(q, k, v)

@@ -233,7 +233,11 @@ def _saved_shapes(x: Tensor, merged: Tensor, form: Form) -> tuple[Tensor, ...]:
     kept, full = x.shape[0] if form.save else 0, form.space == "hidden"
     return (
         x.new_zeros(kept, merged.shape[1]),
-        x.new_zeros(0 if form.space == "none" else kept, merged.shape[1], dtype=torch.float32),
+        x.new_zeros(
+            0 if form.space == "none" else kept,
+            merged.shape[1],
+            dtype=x.dtype if form.space == "rank" else torch.float32,
+        ),
         x.new_zeros(kept if full else 0, dtype=torch.float32),
         x.new_zeros(kept, merged.shape[0]) if full and form.save else x.new_zeros(0),
     )

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 

@@ -5,8 +5,9 @@ With S = [W; P] stacked (full OQC: [W; O^T]), G = O^T O and M = W O (`rankspace`
     t = P b (full: O^T b)   and   q = RMSNorm(u * v)   give   kappa, z   as in `rankspace.coefficients`
     y = (1 + kappa) W b + M z + bias
 
-A program takes a block of tokens. The forward reads b once for t, |b|^2 and, where the output is narrow enough to be
-held in registers, W b itself; otherwise W b comes from a GEMM and is finished here. The backward recomputes everything
+A program takes a block of tokens. In half precision one GEMM against S gives W b and P b, and the kernel goes on from
+there; full OQC, which needs |b|^2 too, reads b in the kernel once for that, t and, where the output is narrow enough to
+be held in registers, W b. The backward recomputes everything
 of rank size from u, v and t. It writes [(1 + kappa) dy | dt] side by side, so that one GEMM against S yields db and one
 against b the gradients of W and P. Ranks are padded to a power of two and masked; everything is fp32 inside. Gradients
 of G, bias and gate are per-program partials added in a fixed order: no atomics, bit-reproducible.
@@ -142,10 +143,11 @@ def _complement_forward(
     merged,  # M [D, padded R]
     gram,  # G [padded R, padded R] fp32
     bias,  # [D]
-    host,  # W b [T, D]: read, or written where FUSE and SAVE and the form is full
+    host,  # W b [T, D], row stride host_row: read, or written where FUSE and SAVE and the form is full
     y,  # [T, D]
     z,  # [T, padded R], where SAVE
-    t,  # [T, padded R] fp32, where SAVE
+    given,  # P b [T, padded R], where GIVEN
+    t,  # [T, padded R], where SAVE
     power,  # |b|^2 [T] fp32, where SAVE
     tokens,
     eps,
@@ -157,12 +159,14 @@ def _complement_forward(
     u_row: tl.constexpr,
     v_row: tl.constexpr,
     gate_row: tl.constexpr,
+    host_row: tl.constexpr,
     SPACE: tl.constexpr,
     NORMALISE: tl.constexpr,
     GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SAVE: tl.constexpr,
     FUSE: tl.constexpr,
+    GIVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -178,7 +182,9 @@ def _complement_forward(
     main = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     size = tl.zeros([BLOCK_T], tl.float32)
     out = tl.zeros([BLOCK_T, BLOCK_D if FUSE else 16], tl.float32)
-    if FUSE or SPACE != NONE:
+    if GIVEN:
+        main = _load_rows(given + first * host_row, row, live, host_row, r, padded).to(tl.float32)
+    elif FUSE or SPACE != NONE:
         for start in range(0, hidden, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             b_k = _load_rows(b + first * hidden, row, live, hidden, k, hidden)
@@ -210,7 +216,7 @@ def _complement_forward(
     if SAVE:
         tl.store(z + first * padded + row[:, None] * padded + r[None, :], z_r, mask=wide)
         if SPACE != NONE:
-            tl.store(t + first * padded + row[:, None] * padded + r[None, :], main, mask=wide)
+            tl.store(t + first * padded + row[:, None] * padded + r[None, :], main.to(t.dtype.element_ty), mask=wide)
         if SPACE == HIDDEN:
             tl.store(power + first + row, size, mask=live)
     for start in range(0, width, BLOCK_D):
@@ -224,7 +230,8 @@ def _complement_forward(
             if SPACE == HIDDEN and SAVE:
                 tl.store(host + first * width + at, wb.to(half), mask=inside)
         else:
-            wb = tl.load(host + first * width + at, mask=inside, other=0.0).to(tl.float32)
+            wb_at = host + first * host_row + row[:, None] * host_row + d[None, :]
+            wb = tl.load(wb_at, mask=inside, other=0.0).to(tl.float32)
         if SPACE == HIDDEN:
             wb = keep[:, None] * wb
         value = wb + branch
@@ -240,7 +247,7 @@ def _complement_backward(
     u,
     v,
     gate,
-    t,  # [T, padded R] fp32
+    t,  # [T, padded R]
     power,  # [T] fp32, full only
     merged,  # M [D, padded R]
     gram,
@@ -289,7 +296,7 @@ def _complement_backward(
         q, q_scale = _rms_norm(u_r * v_r, rank, eps)
         g = _load_gate(gate, first, row, live, gate_row, GATE)
         if SPACE != NONE:
-            t_r = _load_rows(t + first * padded, row, live, padded, r, padded)
+            t_r = _load_rows(t + first * padded, row, live, padded, r, padded).to(tl.float32)
         p = q
         if SPACE == RANK:
             m, m_scale, main, share, p, p_scale = _against_main(q, t_r, rank, eps)
@@ -379,18 +386,17 @@ def forward(
     """y [T, D], and what the backward needs: z, t, |b|^2 and W b (each empty where it does not)."""
     (tokens, hidden), (width, padded) = b.shape, merged.shape
     half = b.dtype != torch.float32
-    fuse = half and width <= FUSED_WIDTH
+    full = space == "hidden"
+    fuse = half and full and width <= FUSED_WIDTH  # full needs |b|^2, and so b, in the kernel
+    given = half and space == "rank"  # one GEMM gives W b and P b
     block_r = max(16, triton.next_power_of_2(padded))
-    wide = block_r > 64
-    host = b @ stack[:width].T if not fuse else b.new_empty(tokens if save and space == "hidden" else 0, width)
+    host = b.new_empty(tokens if save else 0, width) if fuse else b @ (stack if given else stack[:width]).T
     y = b.new_empty(tokens, width)
     kept = tokens if save else 0
     z = b.new_empty(kept, padded)
-    t = b.new_empty(kept if space != "none" else 0, padded, dtype=torch.float32)
-    power = b.new_empty(kept if space == "hidden" else 0, dtype=torch.float32)
-    block_t = 32 if not half or (wide and not fuse) else 64
-    if fuse and space != "hidden":
-        block_t = 128
+    t = b.new_empty(kept if space != "none" else 0, padded, dtype=b.dtype if given else torch.float32)
+    power = b.new_empty(kept if full else 0, dtype=torch.float32)
+    block_t = (128 if block_r <= 64 else 64) if fuse else 64 if half and block_r <= 64 else 32
     _complement_forward[(triton.cdiv(tokens, block_t),)](
         b,
         u,
@@ -403,6 +409,7 @@ def forward(
         host,
         y,
         z,
+        host[:, width:] if given else host,
         t,
         power,
         tokens,
@@ -415,21 +422,23 @@ def forward(
         u.stride(0),
         v.stride(0),
         gate.stride(0) if gate.dim() else 0,
+        host.stride(0),
         SPACE=SPACES[space],
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
         HAS_BIAS=bias is not None,
         SAVE=save,
         FUSE=fuse,
+        GIVEN=given,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
         BLOCK_K=64 if half else 32,
         BLOCK_D=max(16, triton.next_power_of_2(width)) if fuse else 64 if half else 32,
         num_warps=8 if fuse else 4,
-        num_stages=3 if half else 2,
+        num_stages=4 if fuse and block_r <= 64 else 3 if half else 2,
     )
-    return y, z, t, power, host if space == "hidden" and save else b.new_empty(0)
+    return y, z, t, power, host if full and save else b.new_empty(0)
 
 
 def backward(
@@ -504,9 +513,9 @@ def backward(
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
-        BLOCK_D=64 if half else 32,
+        BLOCK_D=128 if half and block_r > 64 else 64 if half else 32,
         num_warps=8 if block_r > 64 else 4,
-        num_stages=2,
+        num_stages=1 if block_r > 64 else 2,
     )
     sums = column_sums(part)
     dgram, gate_sum = sums[:-1].view(padded, padded), sums[-1].clone()  # results may not share memory

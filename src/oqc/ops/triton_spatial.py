@@ -35,28 +35,14 @@ Taps = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight [H, 1, 3, 3
 
 
 @triton.jit
-def _normal(x):
-    """The standard normal distribution function at x and exp(-x^2 / 2), which both need only once.
-
-    Abramowitz and Stegun's 7.1.26 for erfc: within 1.5e-7, a third of the instructions of a full erf.
-    """
-    bell = tl.exp(-0.5 * x * x)
-    t = 1.0 / (1.0 + 0.23164189 * tl.abs(x))  # 0.3275911 / sqrt 2
-    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    tail = 0.5 * tail * bell
-    return tl.where(x < 0.0, tail, 1.0 - tail), bell
-
-
-@triton.jit
 def _gelu(x):
-    cdf, _bell = _normal(x)
-    return x * cdf
+    return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
 
 
 @triton.jit
 def _gelu_and_slope(x):
-    cdf, bell = _normal(x)
-    return x * cdf, cdf + x * 0.3989422804014327 * bell
+    cdf = 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    return x * cdf, cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
 
 
 @triton.jit
