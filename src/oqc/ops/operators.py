@@ -230,16 +230,13 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _saved_shapes(x: Tensor, merged: Tensor, form: Form) -> tuple[Tensor, ...]:
-    kept, full = x.shape[0] if form.save else 0, form.space == "hidden"
+    kept, full, (width, padded) = x.shape[0] if form.save else 0, form.space == "hidden", merged.shape
+    beside = padded if x.dtype in (torch.bfloat16, torch.float16) else 0  # t comes from the same product as W b
     return (
-        x.new_zeros(kept, merged.shape[1]),
-        x.new_zeros(
-            0 if form.space == "none" else kept,
-            merged.shape[1],
-            dtype=x.dtype if form.space == "rank" else torch.float32,
-        ),
+        x.new_zeros(kept, padded),
+        x.new_zeros(0 if form.space == "none" else kept, padded),
         x.new_zeros(kept if full else 0, dtype=torch.float32),
-        x.new_zeros(kept, merged.shape[0]) if full and form.save else x.new_zeros(0),
+        x.new_zeros(kept, width + beside) if full and form.save else x.new_zeros(0),
     )
 
 

@@ -5,9 +5,8 @@ With S = [W; P] stacked (full OQC: [W; O^T]), G = O^T O and M = W O (`rankspace`
     t = P b (full: O^T b)   and   q = RMSNorm(u * v)   give   kappa, z   as in `rankspace.coefficients`
     y = (1 + kappa) W b + M z + bias
 
-A program takes a block of tokens. In half precision one GEMM against S gives W b and P b, and the kernel goes on from
-there; full OQC, which needs |b|^2 too, reads b in the kernel once for that, t and, where the output is narrow enough to
-be held in registers, W b. The backward recomputes everything
+A program takes a block of tokens. In half precision one GEMM against S gives W b and t, and the kernel goes on from
+there; in fp32 it computes t itself, with three tf32 products for one. The backward recomputes everything
 of rank size from u, v and t. It writes [(1 + kappa) dy | dt] side by side, so that one GEMM against S yields db and one
 against b the gradients of W and P. Ranks are padded to a power of two and masked; everything is fp32 inside. Gradients
 of G, bias and gate are per-program partials added in a fixed order: no atomics, bit-reproducible.
@@ -33,7 +32,6 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 SPACES = {"hidden": 0, "rank": 1, "none": 2}
 GATES = {"scalar": 0, "token": 1, "logit": 2}
 
-FUSED_WIDTH = 256  # outputs up to this width are accumulated in registers, half precision only
 PROGRAMS_PER_SM = 2  # of the backward, which walks over the token blocks
 
 
@@ -143,10 +141,10 @@ def _complement_forward(
     merged,  # M [D, padded R]
     gram,  # G [padded R, padded R] fp32
     bias,  # [D]
-    host,  # W b [T, D], row stride host_row: read, or written where FUSE and SAVE and the form is full
+    host,  # W b [T, D], row stride host_row
     y,  # [T, D]
     z,  # [T, padded R], where SAVE
-    given,  # P b [T, padded R], where GIVEN
+    given,  # P b or O^T b [T, padded R], row stride host_row, where GIVEN
     t,  # [T, padded R], where SAVE
     power,  # |b|^2 [T] fp32, where SAVE
     tokens,
@@ -165,37 +163,31 @@ def _complement_forward(
     GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SAVE: tl.constexpr,
-    FUSE: tl.constexpr,
     GIVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # all of D where FUSE
+    BLOCK_D: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     row = tl.arange(0, BLOCK_T)  # within the block
     live = row < tokens - first
     r = tl.arange(0, BLOCK_R)
-    d = tl.arange(0, BLOCK_D)
     half = b.dtype.element_ty
     main = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     size = tl.zeros([BLOCK_T], tl.float32)
-    out = tl.zeros([BLOCK_T, BLOCK_D if FUSE else 16], tl.float32)
     if GIVEN:
         main = _load_rows(given + first * host_row, row, live, host_row, r, padded).to(tl.float32)
-    elif FUSE or SPACE != NONE:
+    if SPACE == HIDDEN or (SPACE == RANK and not GIVEN):
         for start in range(0, hidden, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             b_k = _load_rows(b + first * hidden, row, live, hidden, k, hidden)
-            if SPACE != NONE:
+            if not GIVEN:
                 p_k = _load_rows(stack + width * hidden, r, r < padded, hidden, k, hidden)
                 main = _dot(b_k, tl.trans(p_k), main, PRECISION)
             if SPACE == HIDDEN:
                 size += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
-            if FUSE:
-                w_k = _load_rows(stack, d, d < width, hidden, k, hidden)
-                out = _dot(b_k, tl.trans(w_k), out, PRECISION)
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
     q, _ = _rms_norm(u_r * v_r, rank, eps)
@@ -225,13 +217,8 @@ def _complement_forward(
         branch = _dot(z_r, tl.trans(m_d), tl.zeros([BLOCK_T, BLOCK_D], tl.float32), PRECISION)
         at = row[:, None] * width + d[None, :]
         inside = live[:, None] & (d < width)[None, :]
-        if FUSE:
-            wb = out
-            if SPACE == HIDDEN and SAVE:
-                tl.store(host + first * width + at, wb.to(half), mask=inside)
-        else:
-            wb_at = host + first * host_row + row[:, None] * host_row + d[None, :]
-            wb = tl.load(wb_at, mask=inside, other=0.0).to(tl.float32)
+        wb_at = host + first * host_row + row[:, None] * host_row + d[None, :]
+        wb = tl.load(wb_at, mask=inside, other=0.0).to(tl.float32)
         if SPACE == HIDDEN:
             wb = keep[:, None] * wb
         value = wb + branch
@@ -271,6 +258,7 @@ def _complement_backward(
     dv_row: tl.constexpr,
     gate_row: tl.constexpr,
     dgate_row: tl.constexpr,
+    host_row: tl.constexpr,
     SPACE: tl.constexpr,
     NORMALISE: tl.constexpr,
     GATE: tl.constexpr,
@@ -319,7 +307,7 @@ def _complement_backward(
             if HAS_BIAS:
                 tl.store(bias_part + block * width + d, tl.sum(dy_d.to(tl.float32), 0), mask=d < width)
             if SPACE == HIDDEN:
-                wb = _load_rows(host + first * width, row, live, width, d, width)
+                wb = _load_rows(host + first * host_row, row, live, host_row, d, width)
                 dkappa += tl.sum(dy_d.to(tl.float32) * wb.to(tl.float32), 1)
                 dy_d = (keep[:, None] * dy_d.to(tl.float32)).to(half)
             if SPACE != NONE:
@@ -386,17 +374,15 @@ def forward(
     """y [T, D], and what the backward needs: z, t, |b|^2 and W b (each empty where it does not)."""
     (tokens, hidden), (width, padded) = b.shape, merged.shape
     half = b.dtype != torch.float32
-    full = space == "hidden"
-    fuse = half and full and width <= FUSED_WIDTH  # full needs |b|^2, and so b, in the kernel
-    given = half and space == "rank"  # one GEMM gives W b and P b
+    given = half and space != "none"  # one GEMM gives W b and P b
     block_r = max(16, triton.next_power_of_2(padded))
-    host = b.new_empty(tokens if save else 0, width) if fuse else b @ (stack if given else stack[:width]).T
+    host = b @ (stack if given else stack[:width]).T
     y = b.new_empty(tokens, width)
     kept = tokens if save else 0
     z = b.new_empty(kept, padded)
     t = b.new_empty(kept if space != "none" else 0, padded, dtype=b.dtype if given else torch.float32)
-    power = b.new_empty(kept if full else 0, dtype=torch.float32)
-    block_t = (128 if block_r <= 64 else 64) if fuse else 64 if half and block_r <= 64 else 32
+    power = b.new_empty(kept if space == "hidden" else 0, dtype=torch.float32)
+    block_t = 64 if half and block_r <= 64 else 32
     _complement_forward[(triton.cdiv(tokens, block_t),)](
         b,
         u,
@@ -428,17 +414,16 @@ def forward(
         GATE=GATES[gate_kind],
         HAS_BIAS=bias is not None,
         SAVE=save,
-        FUSE=fuse,
         GIVEN=given,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
         BLOCK_K=64 if half else 32,
-        BLOCK_D=max(16, triton.next_power_of_2(width)) if fuse else 64 if half else 32,
-        num_warps=8 if fuse else 4,
-        num_stages=4 if fuse and block_r <= 64 else 3 if half else 2,
+        BLOCK_D=64 if half else 32,
+        num_warps=4,
+        num_stages=3 if half else 2,
     )
-    return y, z, t, power, host if full and save else b.new_empty(0)
+    return y, z, t, power, host if space == "hidden" and save else b.new_empty(0)
 
 
 def backward(
@@ -506,6 +491,7 @@ def backward(
         dv.stride(0),
         gate.stride(0) if gate.dim() else 0,
         0 if dgate is None else dgate.stride(0),
+        host.stride(0),
         SPACE=SPACES[space],
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
