@@ -77,7 +77,6 @@ def rows(tensors, keep):
 
 @pytest.mark.parametrize("chunk", range(10))
 def test_500_fuzzed_cases(chunk):
-    torch.set_num_threads(2)
     strict = loose = 0
     for seed in range(50 * chunk, 50 * chunk + 50):
         tensors, form, dy, rank = case(seed)
