@@ -18,7 +18,7 @@ demo: $(READY)
 	$(VENV)/bin/oqc demo
 
 test: $(READY) lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto -m 'not gpu'
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

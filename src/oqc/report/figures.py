@@ -57,8 +57,8 @@ def throughput(rows: Sequence[dict[str, Any]]) -> str:
     series = [("paper", {n: PAPER_IMAGES_PER_S[n] / PAPER_IMAGES_PER_S["none"] for n in names})]
     for backend, mode in groups:
         speed = {r["complement"]: r["images_per_s"] for r in train if (r["backend"], r["mode"]) == (backend, mode)}
-        if "none" in speed:
-            ratios = {n: speed[n] / speed["none"] for n in names if n in speed}
+        ratios = {n: speed[n] / speed["none"] for n in names if n in speed and "none" in speed}
+        if ratios:
             series.append((f"ours, {backend}, {mode}: AFBO {speed['none'] / 1e3:.1f}k images/s", ratios))
     for i, (label, ratios) in enumerate(series):
         places = [names.index(name) + (i - (len(series) - 1) / 2) * width for name in ratios]

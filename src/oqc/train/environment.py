@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -30,7 +31,7 @@ def find_device(device: torch.device | str | None) -> torch.device:
 
 def environment(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name.replace("__main__.py", "oqc"), *sys.argv[1:]],
         "commit": _commit(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -57,10 +58,11 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this package is imported from, with `+changes` if its files differ from it."""
+    """The commit of the checkout this package is imported from, with `+changes` if its files differ from it; where
+    the history did not come along, what OQC_COMMIT says."""
     root = next((p for p in Path(__file__).resolve().parents if (p / "src" / "oqc").is_dir()), None)
     if root is None or not (root / ".git").exists():
-        return None
+        return os.environ.get("OQC_COMMIT")
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
     changed = commit and _output("git", "-C", str(root), "status", "--porcelain", "--", "src")
     return f"{commit}+changes" if changed else commit
