@@ -37,6 +37,12 @@ def test_json_rows(tmp_path):
     assert "<svg" in (tmp_path / "bench.svg").read_text()
 
 
+def test_rows_say_which_backend_ran(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = run("--complements", "none", "--backends", "triton,torch", "--phases", "inference", "--json", cwd=tmp_path)
+    assert [row["backend"] for row in json.loads(found.stdout)] == ["torch"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -54,7 +55,13 @@ def bench(
     cuda = own.type == "cuda"
     configs.check_choice("precision", precision, experiment.PARITY)
     base = configs.override(configs.Model(), settings or [])
-    given = (hosts, complements, backends or ops.fastest(own), modes or ("graph" if cuda else "eager"), phases)
+    given = (
+        hosts,
+        complements,
+        backends or ops.what_runs("auto", own),
+        modes or ("graph" if cuda else "eager"),
+        phases,
+    )
     lists = [_split(name, text, CHOICES[name]) for name, text in zip(CHOICES, given, strict=True)]
     todo = experiment.cases(*lists, base=base)
     for text in case or []:
@@ -64,6 +71,8 @@ def bench(
         for (name, allowed), part in zip(CHOICES.items(), parts, strict=True):
             configs.check_choice(name, part, allowed)
         todo += experiment.cases(*([part] for part in parts), base=base)
+    ran = [dataclasses.replace(one, backend=ops.what_runs(one.backend, own)) for one in todo]
+    todo = list(dict.fromkeys(ran))  # each once, under the name of what runs here
     if out is not None and out.exists():
         raise ValueError(f"--out {out} exists; name a new file")
     console = Console(stderr=True)

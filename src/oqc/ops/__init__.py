@@ -23,13 +23,13 @@ __all__ = [
     "SDPA_BACKENDS",
     "Parts",
     "Space",
-    "fastest",
     "ffn_output",
     "fused",
     "is_plain",
     "rankspace",
     "reference",
     "self_attention",
+    "what_runs",
 ]
 
 
@@ -45,9 +45,13 @@ def _has_hooks(module: Any) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
-def fastest(device: torch.device) -> str:
-    """The backend that `auto` takes on this device where nothing stands against it."""
-    return "triton" if device.type == "cuda" and operators.HAS_TRITON else "torch"
+def what_runs(backend: str, device: torch.device) -> str:
+    """The backend that runs on this device for the one asked for, where the layers themselves do not stand against
+    it: `auto` is the fastest, and without its kernels `triton` is `torch`."""
+    if backend == "reference" or backend == "torch":
+        return backend
+    kernels = operators.HAS_TRITON and (device.type == "cuda" or (backend == "triton" and operators.INTERPRETED))
+    return "triton" if kernels else "torch"
 
 
 def ffn_output(
