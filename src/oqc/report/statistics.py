@@ -1,0 +1,192 @@
+"""Claims against records: the seed-paired difference, its interval, a corrected p-value and a verdict.
+
+The model behind it: y[preset, seed] = mean of the preset + effect of the seed + noise, with one noise variance s^2 for
+all cells (preset, seed) of the protocol. s^2 is pooled: the residual mean square of this fit over every cell given,
+with N - rank degrees of freedom ((presets - 1) (seeds - 1) where every preset has every seed; 2 s^2 is then the mean,
+over all pairs of presets, of the sample variance of their paired differences). So two or three seeds a row still give
+an interval, and a claim may even rest on one.
+
+A claim is a contrast, presets added minus as many presets taken away. It is formed seed by seed over the seeds that
+all its presets have, so the seed's effect cancels; its mean over k seeds has variance s^2 (number of presets) / k.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+Cells = dict[tuple[str, int], float]
+VERDICTS = ("reproduced", "contradicted", "same sign", "other sign")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The paper says that sum(plus) - sum(minus) of a metric has the sign `side`, and `published` is its size there.
+
+    `metric` is a field of a record or of its `mechanism`.
+    """
+
+    name: str
+    plus: tuple[str, ...]
+    minus: tuple[str, ...]
+    side: Literal[1, -1] = 1
+    published: float | None = None
+    metric: str = "best"
+
+    def __post_init__(self) -> None:
+        if self.side not in (1, -1):
+            raise ValueError(f"claim {self.name!r}: side must be 1 or -1, got {self.side}")
+        if not self.plus or len(self.plus) != len(self.minus) or len(set(self.presets)) < len(self.presets):
+            raise ValueError(
+                f"claim {self.name!r}: plus and minus must name equally many presets, each once,"
+                f" got {self.plus} and {self.minus}"
+            )
+
+    @property
+    def presets(self) -> tuple[str, ...]:
+        return self.plus + self.minus
+
+
+def super_additive(
+    name: str, *, both: str, first: str, second: str, base: str, published: float | None = None, metric: str = "best"
+) -> Claim:
+    """Two parts together add more than each alone: both - first - second + base > 0."""
+    return Claim(name, plus=(both, base), minus=(first, second), published=published, metric=metric)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The pooled variance of one cell, with its degrees of freedom."""
+
+    variance: float
+    freedom: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the records say of a claim. `low` to `high` is the claim's own interval; `p_holm` is corrected for all
+    claims assessed together. `published_inside` is None where the paper gives no size."""
+
+    claim: Claim
+    difference: float
+    low: float
+    high: float
+    level: float
+    seeds: tuple[int, ...]
+    freedom: int
+    p: float
+    p_holm: float
+    verdict: str
+    published_inside: bool | None
+
+
+def cells(records: Sequence[dict[str, Any]], metric: str = "best") -> Cells:
+    """The metric by (preset, seed); records without it are left out."""
+    found: Cells = {}
+    seen: set[tuple[str, int]] = set()
+    for record in records:
+        cell = record["preset"], record["seed"]
+        if cell in seen:
+            raise ValueError(f"two records of preset {cell[0]!r} with seed {cell[1]}")
+        seen.add(cell)
+        value = record.get(metric, record.get("mechanism", {}).get(metric))
+        if value is None:
+            continue
+        if not math.isfinite(value):
+            raise ValueError(f"{metric} of preset {cell[0]!r} with seed {cell[1]} must be a finite number, got {value}")
+        found[cell] = float(value)
+    return found
+
+
+def pooled_noise(of: Cells) -> Noise:
+    """Residual mean square of the additive fit of presets and seeds to all cells."""
+    presets = list(dict.fromkeys(preset for preset, _ in of))
+    seeds = list(dict.fromkeys(seed for _, seed in of))
+    design = np.zeros((len(of), len(presets) + len(seeds)))
+    for row, (preset, seed) in enumerate(of):
+        design[row, presets.index(preset)] = 1
+        design[row, len(presets) + seeds.index(seed)] = 1
+    y = np.array(list(of.values()))
+    fit, _, rank, _ = np.linalg.lstsq(design, y - y.mean() if len(y) else y, rcond=None)
+    freedom = len(y) - int(rank)
+    if freedom < 1:
+        raise ValueError(
+            f"a pooled variance needs two presets with at least two seeds in common, got {len(of)} runs"
+            f" of {len(presets)} presets over {len(seeds)} seeds"
+        )
+    residuals = y - y.mean() - design @ fit
+    return Noise(float(residuals @ residuals) / freedom, freedom)
+
+
+def assess(claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level: float = 0.95) -> list[Finding]:
+    """A finding a claim, in their order. `records` are all runs of one protocol: they all go into the variance."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level}")
+    by_metric = {metric: cells(records, metric) for metric in dict.fromkeys(claim.metric for claim in claims)}
+    paired = [_paired(claim, by_metric[claim.metric]) for claim in claims]
+    noise = {metric: pooled_noise(of) for metric, of in by_metric.items()}
+    tests = [_test(claim, pairs, noise[claim.metric], level) for claim, pairs in zip(claims, paired, strict=True)]
+    corrected = holm([p for *_, p in tests])
+    return [
+        Finding(
+            claim=claim,
+            difference=difference,
+            low=difference - reach,
+            high=difference + reach,
+            level=level,
+            seeds=tuple(pairs),
+            freedom=noise[claim.metric].freedom,
+            p=p,
+            p_holm=p_holm,
+            verdict=verdict(difference, difference - reach, difference + reach, claim.side),
+            published_inside=None if claim.published is None else abs(claim.published - difference) <= reach,
+        )
+        for claim, pairs, (difference, reach, p), p_holm in zip(claims, paired, tests, corrected, strict=True)
+    ]
+
+
+def _paired(claim: Claim, of: Cells) -> dict[int, float]:
+    """The contrast by seed, over the seeds that all presets of the claim have."""
+    seeds = {preset: {seed for name, seed in of if name == preset} for preset in claim.presets}
+    for preset, some in seeds.items():
+        if not some:
+            raise ValueError(f"claim {claim.name!r}: no record of preset {preset!r} has {claim.metric}")
+    common = sorted(set.intersection(*seeds.values()))
+    if not common:
+        raise ValueError(f"claim {claim.name!r}: {', '.join(claim.presets)} have no seed in common")
+    return {
+        seed: sum(of[preset, seed] for preset in claim.plus) - sum(of[preset, seed] for preset in claim.minus)
+        for seed in common
+    }
+
+
+def _test(claim: Claim, pairs: dict[int, float], noise: Noise, level: float) -> tuple[float, float, float]:
+    """Mean difference, half the interval's width, two-sided p-value."""
+    from scipy.stats import t
+
+    difference = statistics.fmean(pairs.values())
+    error = math.sqrt(noise.variance * len(claim.presets) / len(pairs))
+    if not error:  # every cell is the sum of its preset and its seed: nothing is left to chance
+        return difference, 0.0, float(difference == 0)
+    reach = float(t.ppf((1 + level) / 2, noise.freedom)) * error
+    return difference, reach, float(2 * t.sf(abs(difference) / error, noise.freedom))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Holm's step-down correction: the k-th smallest of n times n - k + 1, at most 1 and never below one before it."""
+    order = sorted(range(len(p)), key=p.__getitem__)
+    steps = itertools.accumulate((min(1.0, (len(p) - k) * p[i]) for k, i in enumerate(order)), max)
+    return [value for _, value in sorted(zip(order, steps, strict=True))]
+
+
+def verdict(difference: float, low: float, high: float, side: Literal[1, -1] = 1) -> str:
+    """The rule, fixed before any run: by the interval where it excludes 0, else by the sign (0 counts as other)."""
+    if low > 0 or high < 0:
+        return "reproduced" if difference * side > 0 else "contradicted"
+    return "same sign" if difference * side > 0 else "other sign"

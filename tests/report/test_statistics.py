@@ -1,0 +1,185 @@
+import itertools
+import statistics
+
+import numpy as np
+import pytest
+from scipy.stats import t
+
+from oqc.report.statistics import Claim, assess, cells, holm, pooled_noise, super_additive, verdict
+
+
+def records(table, **other):
+    """{preset: {seed: best}} as records."""
+    return [
+        {"preset": preset, "seed": seed, "best": best, "mechanism": {}} | other
+        for preset, by_seed in table.items()
+        for seed, best in by_seed.items()
+    ]
+
+
+# Residuals of the additive fit: grand mean 3; presets 2, 3, 4; seeds 2, 4. Every cell is preset + seed - 3, but for
+# ± 0.5 in the first two presets, so the residual sum of squares is 4 / 4 = 1 with (3 - 1) (2 - 1) = 2 degrees.
+TABLE = {"a": {0: 1.5, 1: 2.5}, "b": {0: 1.5, 1: 4.5}, "c": {0: 3.0, 1: 5.0}}
+
+
+def test_pooled_noise_worked_out_by_hand():
+    noise = pooled_noise(cells(records(TABLE)))
+    assert noise.freedom == 2
+    assert noise.variance == pytest.approx(0.5, rel=1e-12)
+
+
+def test_pooled_noise_is_half_the_mean_variance_of_paired_differences():
+    g = np.random.default_rng(0)
+    table = {preset: dict(enumerate(g.normal(60, 1, 4))) for preset in "abcde"}
+    of_pairs = [
+        statistics.variance([table[x][s] - table[y][s] for s in range(4)])
+        for x, y in itertools.combinations("abcde", 2)
+    ]
+    noise = pooled_noise(cells(records(table)))
+    assert noise.variance == pytest.approx(statistics.fmean(of_pairs) / 2, rel=1e-10)
+    assert noise.freedom == 4 * 3
+
+
+def test_runs_that_share_nothing_add_no_freedom():
+    lonely = {"d": {0: 9.0}, "e": {7: 1.0, 8: 30.0}}
+    assert pooled_noise(cells(records(TABLE | lonely))).freedom == 2
+    assert pooled_noise(cells(records(TABLE | lonely))).variance == pytest.approx(0.5)
+    assert pooled_noise(cells(records(TABLE | {"f": {0: 1.0, 1: 1.0}}))).freedom == 3
+
+
+def test_a_difference_worked_out_by_hand():
+    (found,) = assess([Claim("c beats a", ("c",), ("a",), published=1.0)], records(TABLE))
+    # Differences 1.5 and 2.5; error sqrt(0.5 * 2 / 2); t at 97.5% with 2 degrees is 4.30265; its tail is closed there:
+    # the two-sided p-value of x is 1 - x / sqrt(2 + x^2).
+    assert found.difference == 2.0
+    assert (found.seeds, found.freedom) == ((0, 1), 2)
+    reach = 4.302652729911275 * 0.5**0.5
+    assert (found.low, found.high) == (pytest.approx(2 - reach), pytest.approx(2 + reach))
+    x = 2 / 0.5**0.5
+    assert found.p == pytest.approx(1 - x / (2 + x**2) ** 0.5)
+    assert found.p_holm == found.p
+    assert found.verdict == "same sign"
+    assert found.published_inside is True
+
+
+def test_only_common_seeds_are_paired():
+    table = {**TABLE, "c": {1: 5.0, 2: 100.0}}
+    (found,) = assess([Claim("c", ("c",), ("a",))], records({**table, "b": {0: 1.5, 1: 4.5, 2: 4.0}}))
+    assert found.seeds == (1,)
+    assert found.difference == 2.5
+    assert found.published_inside is None
+
+
+def test_super_additivity_worked_out_by_hand():
+    table = {
+        "base": {0: 10.0, 1: 12.0},
+        "pr": {0: 11.0, 1: 13.5},
+        "lr": {0: 12.0, 1: 14.0},
+        "both": {0: 15.0, 1: 17.5},
+    }
+    (found,) = assess(
+        [super_additive("more than the sum", both="both", first="pr", second="lr", base="base", published=9.0)],
+        records(table),
+    )
+    # Seed 0: 15 - 11 - 12 + 10 = 2; seed 1: 17.5 - 13.5 - 14 + 12 = 2. Seed effects 2, 2.5, 2, 2.5 around 2.25: the
+    # residuals are ± 0.125 in all eight cells, 0.125 over three degrees; error sqrt(0.125 / 3 * 4 / 2).
+    assert found.difference == 2.0
+    assert found.freedom == 3
+    assert found.high - found.low == pytest.approx(2 * t.ppf(0.975, 3) * (0.125 / 3 * 2) ** 0.5)
+    assert found.verdict == "reproduced"
+    assert found.published_inside is False
+
+
+def test_holm_worked_out_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize(
+    ("difference", "low", "high", "side", "want"),
+    [
+        (1.0, 0.1, 1.9, 1, "reproduced"),
+        (1.0, 0.1, 1.9, -1, "contradicted"),
+        (-1.0, -1.9, -0.1, -1, "reproduced"),
+        (-1.0, -1.9, -0.1, 1, "contradicted"),
+        (1.0, -0.1, 2.1, 1, "same sign"),
+        (1.0, 0.0, 2.0, 1, "same sign"),
+        (1.0, -0.1, 2.1, -1, "other sign"),
+        (-1.0, -2.1, 0.1, -1, "same sign"),
+        (0.0, -1.0, 1.0, 1, "other sign"),
+    ],
+)
+def test_the_rule(difference, low, high, side, want):
+    assert verdict(difference, low, high, side) == want
+
+
+def test_claims_on_the_mechanism_pool_their_own_metric():
+    runs = [
+        {"preset": p, "seed": s, "best": 0.0, "mechanism": {"effective_rank": rank, "before": None}}
+        for p, by_seed in TABLE.items()
+        for s, rank in by_seed.items()
+    ]
+    (found,) = assess([Claim("rank", ("c",), ("a",), metric="effective_rank")], runs)
+    assert (found.difference, found.freedom) == (2.0, 2)
+    with pytest.raises(ValueError, match="claim 'x': no record of preset 'c' has before"):
+        assess([Claim("x", ("c",), ("a",), metric="before")], runs)
+
+
+def test_no_noise_at_all():
+    table = {"a": {0: 1.0, 1: 2.0}, "b": {0: 3.0, 1: 4.0}, "c": {0: 1.0, 1: 2.0}}
+    up, level = assess([Claim("up", ("b",), ("a",)), Claim("level", ("c",), ("a",))], records(table))
+    assert up.verdict == "reproduced"
+    assert level.verdict == "other sign"
+    assert up.p < 1e-6
+    assert level.p == 1
+
+
+@pytest.mark.parametrize(
+    ("claims", "table", "message"),
+    [
+        ([Claim("x", ("z",), ("a",))], TABLE, "claim 'x': no record of preset 'z' has best"),
+        ([Claim("x", ("d",), ("a",))], TABLE | {"d": {5: 1.0}}, "claim 'x': d, a have no seed in common"),
+        ([Claim("x", ("b",), ("a",))], {"a": {0: 1.0}, "b": {0: 2.0}}, "two seeds in common, got 2 runs"),
+        ([Claim("x", ("a",), ("b",))], {"a": {0: float("nan")}, "b": {0: 1.0}}, "must be a finite number, got nan"),
+    ],
+)
+def test_mistakes_are_named(claims, table, message):
+    with pytest.raises(ValueError, match=message):
+        assess(claims, records(table))
+
+
+def test_mistakes_in_arguments_are_named():
+    with pytest.raises(ValueError, match="two records of preset 'a' with seed 0"):
+        cells(records(TABLE) + records({"a": {0: 3.0}}))
+    with pytest.raises(ValueError, match="claim 'x': plus and minus"):
+        Claim("x", ("a", "b"), ("c",))
+    with pytest.raises(ValueError, match="claim 'x': plus and minus"):
+        Claim("x", ("a",), ("a",))
+    with pytest.raises(ValueError, match="side must be 1 or -1"):
+        Claim("x", ("a",), ("b",), side=0)
+    with pytest.raises(ValueError, match="level must be between 0 and 1"):
+        assess([], [], level=95)
+    assert assess([], []) == []
+
+
+SEEDS = {"balanced": dict.fromkeys("abcdef", 3), "unbalanced": {"a": 6, "b": 6, "c": 3, "d": 2, "e": 2, "f": 2}}
+
+
+@pytest.mark.parametrize("layout", SEEDS)
+def test_coverage_of_the_interval_and_error_of_the_family(layout):
+    """2000 made-up protocols with large seed effects: 95% of the intervals hold the truth, within three standard
+    errors (1.5 points), and Holm's p-values err in at most 5% of protocols, within the same."""
+    g = np.random.default_rng(1)
+    claims = [Claim(x, (x,), ("a",)) for x in "bcdef"] + [
+        super_additive("more", both="d", first="b", second="c", base="a")
+    ]
+    trials, inside, family = 2000, np.zeros(len(claims)), 0
+    for _ in range(trials):
+        seed_effect = g.normal(0, 2, 6)
+        table = {p: {s: 60 + seed_effect[s] + g.normal(0, 0.3) for s in range(n)} for p, n in SEEDS[layout].items()}
+        found = assess(claims, records(table))
+        inside += [f.low <= 0 <= f.high for f in found]
+        family += any(f.p_holm < 0.05 for f in found)
+    assert inside / trials == pytest.approx(np.full(len(claims), 0.95), abs=0.015)
+    assert family / trials < 0.065
