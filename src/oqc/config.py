@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ class FFN:
         check_positive("groups", self.groups)
         check_positive("eps", self.eps)
         check_range("drop", self.drop, 0.0, 1.0)
+        if self.gate_init is not None and not math.isfinite(self.gate_init):
+            raise ValueError(f"gate_init must be a finite number, got {self.gate_init}")
         if self.complement != "none" and self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}")
 
@@ -101,8 +104,7 @@ class Data:
     def __post_init__(self) -> None:
         check_range("val", self.val, 0.0, 0.9)
         for name in ("crop", "cutout", "mixup", "cutmix"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+            check_not_negative(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +134,7 @@ class Train:
         for name in ("epochs", "batch", "lr", "adam_eps", "eval_every", "nan_limit"):
             check_positive(name, getattr(self, name))
         for name in ("weight_decay", "warmup", "clip"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+            check_not_negative(name, getattr(self, name))
         check_range("smoothing", self.smoothing, 0.0, 1.0)
         check_range("ema", self.ema, 0.0, 1.0)
         if len(self.betas) != 2:
@@ -165,8 +166,13 @@ def nearest(value: str, allowed: typing.Iterable[str]) -> str:
 
 
 def check_positive(name: str, value: float) -> None:
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise ValueError(f"{name} must be more than 0, got {value}")
+
+
+def check_not_negative(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be 0 or more, got {value}")
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:

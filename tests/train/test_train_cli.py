@@ -56,7 +56,8 @@ def test_train_evaluate_predict(npz: Path, tmp_path: Path) -> None:
     config = RunFolder(run).config()
     assert (config.model.num_classes, config.model.image_size, config.model.channels) == (4, 4, 1)
     environment = json.loads((run / "environment.json").read_text())
-    assert "CUDNN_ATTENTION" not in environment["sdpa_backends"]
+    assert environment["attention"] == "first of EFFICIENT_ATTENTION, FLASH_ATTENTION, MATH that can"
+    assert environment["backend"] == "torch"
 
     found = json.loads(oqc("evaluate", str(run), "--json", "--device", "cpu").output)
     assert found["accuracy"] == summary["final"]

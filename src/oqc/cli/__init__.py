@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
+import torch
 import typer
 
 import oqc
@@ -47,7 +48,7 @@ def _root(
 def main() -> None:
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
         if isinstance(error, BrokenPipeError):
             sys.exit(141)
         print(f"error: {error}", file=sys.stderr)

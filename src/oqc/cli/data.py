@@ -22,7 +22,12 @@ Size = Annotated[int | None, typer.Option(help="Resize the images to this side. 
 @app.command("list")
 def list_sets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """The known data sets, and every pack in the cache."""
-    packs = [_describe(folder) for folder in pack.find()]
+    packs, damaged = [], []
+    for folder in pack.find():
+        try:
+            packs.append(_describe(folder))
+        except ValueError as error:
+            damaged.append(str(error))
     missing = sorted(set(sources.KNOWN) - {row["name"] for row in packs})
     rows = packs + [{"name": name, "pack": None} for name in missing]
     if as_json:
@@ -30,6 +35,8 @@ def list_sets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON."
         return
     for row in rows:
         console.print(_line(row) if row["pack"] else f"{row['name']}: not packed", markup=False)
+    for problem in damaged:
+        console.print(f"damaged: {problem}", markup=False)
 
 
 @app.command()

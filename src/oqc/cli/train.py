@@ -18,11 +18,11 @@ from PIL import Image
 from rich.console import Console
 
 from oqc import config as configs
+from oqc import ops
 from oqc.config import Data, Model, Run
 from oqc.data import Dataset, load
-from oqc.data.images import fit
+from oqc.data.images import eight_bit, fit
 from oqc.models import create_model, model_config
-from oqc.ops import SDPA_BACKENDS
 from oqc.train import (
     Display,
     Diverged,
@@ -39,6 +39,7 @@ from oqc.train import (
 from oqc.train.distributed import joined
 from oqc.train.numerics import DTYPES, autocast, numerics
 
+AUGMENT = {"digits": ["data.crop=0", "data.flip=false"]}  # digits mean something else mirrored, and fill the image
 SHAPES = {"digits": (8, 1, 10), "cifar10": (32, 3, 10), "cifar100": (32, 3, 100), "tiny-imagenet": (64, 3, 200)}
 
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
@@ -144,7 +145,16 @@ def _trainer(run: Run, dataset: Dataset, path: Path, display: Display, options: 
         run,
         path,
         progress=Silent() if display.console.quiet else display.run(f"seed {run.train.seed}"),
-        notes={"backend": run.train.backend, "sdpa_backends": [backend.name for backend in SDPA_BACKENDS]},
+        notes={
+            "backend": ops.what_runs(run.train.backend, find_device(options["device"])),
+            "attention": ops.attention_in_use(
+                tokens=(run.model.image_size // run.model.patch_size) ** 2,
+                size=run.model.width // run.model.heads,
+                half=run.train.precision == "bf16",
+                backend=run.train.backend,
+                device=find_device(options["device"]),
+            ),
+        },
         **options,
     )
 
@@ -161,6 +171,8 @@ def resolve(preset: str | None, model: str | None, changes: list[str]) -> Run:
     data = configs.override(run, [change for change in changes if change.strip().startswith("data.")]).data
     size, channels, classes = _shape(data)
     ends = [f"model.image_size={size}", f"model.channels={channels}", f"model.num_classes={classes}"]
+    if preset is None:
+        ends += AUGMENT.get(data.name, [])
     run = configs.override(run, ends + changes)
     create_model(run.model, backend=run.train.backend, device="meta")  # every mistake shows before anything starts
     return run
@@ -220,6 +232,7 @@ def evaluate(
     config, own = RunFolder(run).config(), find_device(device)
     model = _load_model(run, config, checkpoint, own)
     dataset = load(config.data)
+    RunFolder(run).check_data(dataset)
     part = dataset.test if split == "test" else dataset.val
     if part is None:
         raise ValueError(f"{run} was trained without a validation part (data.val is 0)")
@@ -243,7 +256,9 @@ def predict(
 ) -> None:
     """The five most likely classes of images, which are resized to the model's size."""
     folder, own = RunFolder(run), find_device(device)
-    config, data = folder.config(), folder.read("environment.json")["data"]
+    config, data = folder.config(), folder.read("environment.json").get("data")
+    if data is None:
+        raise ValueError(f"{run} does not say which data it was trained on: its environment.json has no data")
     model = _load_model(run, config, checkpoint, own)
     dtype = DTYPES[config.train.precision]
     pixels = torch.stack([_read_image(path, config.model) for path in images]).to(own, dtype)
@@ -269,7 +284,7 @@ def _read_image(path: Path, model: Model) -> torch.Tensor:
     """uint8 [C, H, W] of the model's size: the centre square, as data sets are packed."""
     try:
         with Image.open(path) as image:
-            pixels = np.array(fit(image.convert("L" if model.channels == 1 else "RGB"), model.image_size))
+            pixels = np.array(fit(eight_bit(image).convert("L" if model.channels == 1 else "RGB"), model.image_size))
     except (OSError, SyntaxError) as error:
         raise ValueError(f"{path} cannot be read as an image: {error}") from None
     return torch.from_numpy(pixels).reshape(model.image_size, model.image_size, -1).permute(2, 0, 1)

@@ -22,13 +22,20 @@ NAMED = 3  # unreadable files that an error names
 CHUNK = 64  # images a task
 
 
+def eight_bit(image: Image.Image) -> Image.Image:
+    """Sixteen-bit grey images in eight bits; Pillow's own conversion would cut everything above 255 off."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+
+
 def decode(files: Files, names: Sequence[str], image_size: int | None) -> np.ndarray:
     """The images as RGB [n, 3, H, W]: resized if `image_size` is given, else all must be of one size."""
 
     def attempt(name: str) -> np.ndarray | str:
         try:
             with Image.open(io.BytesIO(files.read(name))) as image:
-                rgb = image.convert("RGB")
+                rgb = eight_bit(image).convert("RGB")
             return np.asarray(fit(rgb, image_size) if image_size else rgb).transpose(2, 0, 1)
         except Exception as error:  # on damaged files the decoders fail in many ways
             return f"{name} ({error})"

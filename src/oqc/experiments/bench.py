@@ -56,11 +56,12 @@ def cases(
     *,
     base: Model | None = None,
 ) -> list[Case]:
-    """Every combination, each complement at the paper's rank."""
+    """Every combination, each complement at the paper's rank unless `base` names another."""
     base = base or Model()
     found = []
     for host, name, backend, mode, phase in itertools.product(hosts, complements, backends, modes, phases):
-        ffn = FFN(host=host, complement=name, rank=RANKS.get(name, 56))
+        rank = base.ffn.rank if base.ffn.rank != FFN().rank else RANKS.get(name, FFN().rank)
+        ffn = replace(base.ffn, host=host, complement=name, rank=rank)
         found.append(Case(replace(base, ffn=ffn), backend, mode, phase))
     return found
 
@@ -224,7 +225,8 @@ def check_parity(config: Model, backend: str, device: torch.device, precision: s
     options: dict[str, Any] = {"host": ffn.host, "complement": ffn.complement, "rank": ffn.rank, "grid": (side, side)}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
-        literal = OQCFFN(config.width, match=ffn.match, groups=ffn.groups, backend="reference", **options)
+        options |= {"match": ffn.match if ffn.hidden is None else None, "groups": ffn.groups, "eps": ffn.eps}
+        literal = OQCFFN(config.width, ffn.hidden, backend="reference", **options)
         x = torch.randn(4, side * side, config.width)
         dy = torch.randn_like(x)
     fast, exact = copy.deepcopy(literal), copy.deepcopy(literal).double()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from oqc import ops
-from oqc.config import BACKENDS, COMPLEMENTS, check_choice
+from oqc.config import BACKENDS, COMPLEMENTS, check_choice, check_positive
 from oqc.nn.complements import Complement
 from oqc.nn.hosts import AFBO, GATES, GLU, MLP, Host, host_class, match_hidden
 
@@ -53,6 +53,9 @@ class OQCFFN(nn.Module):
         check_choice("complement", complement, COMPLEMENTS)
         check_choice("backend", backend, BACKENDS)
         cls = host_class(host)
+        for name, value in (("in_features", in_features), ("eps", eps), ("match", 1 if match is None else match)):
+            check_positive(name, value)
+        check_positive("hidden_features", 1 if hidden_features is None else hidden_features)
         out = out_features or in_features
         hidden = hidden_features or in_features
         if match is not None:

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from oqc.config import BACKENDS, check_choice
 from oqc.ops import fused, operators, rankspace, reference
-from oqc.ops.attention import SDPA_BACKENDS, self_attention
+from oqc.ops.attention import attention_in_use, self_attention
 from oqc.ops.reference import Map, Parts, Space
 
 __all__ = [
     "BACKENDS",
-    "SDPA_BACKENDS",
     "Parts",
     "Space",
+    "attention_in_use",
     "ffn_output",
     "fused",
     "is_plain",
@@ -42,7 +42,8 @@ def is_plain(*modules: object) -> bool:
 
 
 def _has_hooks(module: Any) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
 
 
 def what_runs(backend: str, device: torch.device) -> str:

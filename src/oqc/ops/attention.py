@@ -20,9 +20,22 @@ HEAD_SIZES = (16, 32, 64)
 
 def self_attention(qkv: Tensor, heads: int, *, backend: str = "auto") -> Tensor:
     """softmax(Q K^T / sqrt(d)) V of qkv [B, N, 3 D], head by head: [B, N, D]."""
-    if (backend == "triton" or (backend == "auto" and qkv.is_cuda)) and _fits(qkv, heads):
+    if _chosen(qkv, heads, backend):
         return attention(qkv, heads)
     return _plain(qkv, heads)
+
+
+def attention_in_use(*, tokens: int, size: int, half: bool, backend: str, device: torch.device) -> str:
+    """Which attention `self_attention` takes, for a run's record."""
+    probe = torch.empty(1, tokens, 3 * size, dtype=torch.bfloat16 if half else torch.float32, device=device)
+    if _chosen(probe, 1, backend):
+        return "fused kernel"
+    order = SDPA_BACKENDS if tokens <= MOST_TOKENS else [SDPA_BACKENDS[1], SDPA_BACKENDS[0], SDPA_BACKENDS[2]]
+    return "first of " + ", ".join(choice.name for choice in order) + " that can"
+
+
+def _chosen(qkv: Tensor, heads: int, backend: str) -> bool:
+    return (backend == "triton" or (backend == "auto" and qkv.is_cuda)) and _fits(qkv, heads)
 
 
 def _fits(qkv: Tensor, heads: int) -> bool:

@@ -19,7 +19,7 @@ def joined(device: str | None) -> Iterator[torch.device | str | None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield device
         return
-    cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
+    cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
     own = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(own)

@@ -22,11 +22,14 @@ def find_device(device: torch.device | str | None) -> torch.device:
         found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise ValueError(f"device must be cpu, cuda or cuda:<number>, got {device!r}") from None
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {found} is not there: PyTorch sees no CUDA device")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu, cuda or cuda:<number>, got {device!r}")
+    if found.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (found.index or 0) >= count:
+        raise ValueError(f"device is {found}, but PyTorch sees {count} CUDA devices here")
+    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from oqc import config as configs
 from oqc.config import Run
+from oqc.data import Dataset
 from oqc.train.checkpoint import write_file
 
 Row = dict[str, Any]
@@ -34,7 +37,7 @@ class RunFolder:
                 state = "a finished" if self.finished else "an unfinished"
                 way = "choose another folder" if self.finished else f"continue it with --resume {self.path}"
                 raise ValueError(f"{self.path} holds {state} run; {way}, or replace it with --overwrite")
-        elif self.path.exists() and any(self.path.iterdir()):
+        elif self.path.exists() and any(item.name != ".lock" for item in self.path.iterdir()):
             raise ValueError(f"{self.path} is not empty and holds no run; choose another folder")
 
     def create(self, config: Run, *, overwrite: bool = False) -> None:
@@ -50,6 +53,31 @@ class RunFolder:
         for path in self.path.glob("events.out.tfevents.*"):
             path.unlink()
         shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def check_data(self, dataset: Dataset) -> None:
+        """Refuses a data set that is not the one this run was trained on."""
+        then = self.read("environment.json").get("data", {}).get("digest")
+        if then != dataset.digest:
+            raise ValueError(
+                f"{self.path} was trained on other data: {dataset.name} has digest {dataset.digest[:12]} now, it had"
+                f" {str(then)[:12]} then"
+            )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other processes from training here meanwhile; the system lets go when this one ends."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / ".lock", "w") as handle:
+            try:
+                import fcntl
+            except ImportError:  # not a POSIX system
+                pass
+            else:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ValueError(f"another process is training in {self.path}") from None
+            yield
 
     def config(self) -> Run:
         return configs.from_dict(Run, self.read("config.json"))

@@ -18,6 +18,7 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     fill: Any = torch.utils.deterministic
+    precision = _legacy_precision()
     before = (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
     mode = torch.get_deterministic_debug_mode()
     filled = fill.fill_uninitialized_memory
@@ -28,11 +29,21 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        # Both interfaces are put back: PyTorch refuses to read one while it disagrees with the other.
+        # All interfaces are put back: PyTorch refuses to read one while it disagrees with the others.
         matmul.allow_tf32, cudnn.allow_tf32 = before[0] == "tf32", before[1] == "tf32"
         matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before
+        if precision is not None and _legacy_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
         torch.set_deterministic_debug_mode(mode)
         fill.fill_uninitialized_memory = filled
+
+
+def _legacy_precision() -> str | None:
+    """None where the newer interface was used alone, which PyTorch does not let the older one describe."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ class Recorder:
         self.folder, self.config, self.tensorboard = folder, config, tensorboard
         self._writer = checkpoint.Writer(folder.checkpoints) if folder else None
         self._board: Any = None
+        self._lock = contextlib.ExitStack()
 
     def start(self, environment: dict[str, Any], history: list[Row], *, resumed: bool, overwrite: bool) -> None:
         if self.folder is None:
             return
+        self._lock.enter_context(self.folder.held())
         if not resumed:
             self.folder.create(self.config, overwrite=overwrite)
         self.folder.record_environment(environment, resumed=resumed)
@@ -64,6 +68,7 @@ class Recorder:
         if self._writer is not None:
             self._writer.close()
             self._writer.wait()
+        self._lock.close()
 
 
 def load(folder: RunFolder, config: Run) -> tuple[dict[str, Tensor], Row, list[str]] | None:
@@ -89,10 +94,13 @@ def load_weights(folder: str | Path, which: str = "last") -> dict[str, Tensor]:
     return {name: tensors.get(f"ema.{name}", value) for name, value in weights.items()}
 
 
+def need_tensorboard() -> None:
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard")
+
+
 def _tensorboard(path: Path, step: int) -> Any:
     """A writer of event files; what an interrupted run wrote from `step` on is dropped."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard") from None
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(path), purge_step=step)

@@ -54,7 +54,7 @@ class Step:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         train = config.train
         self.total = train.epochs * batches.steps_per_epoch
-        self.warmup = min(round(train.warmup * batches.steps_per_epoch), self.total)
+        self.warmup = min(round(train.warmup * batches.steps_per_epoch), self.total // 2)  # some decay is left
         self.mixed = config.data.mixup > 0 or config.data.cutmix > 0
 
         self.step = torch.zeros((), dtype=torch.int64, device=device)

@@ -24,7 +24,7 @@ from oqc.train.checkpoint import parameter_hash
 from oqc.train.environment import environment, find_device
 from oqc.train.evaluation import Evaluator
 from oqc.train.folder import Row, RunFolder
-from oqc.train.numerics import DTYPES, numerics, preserved_generator
+from oqc.train.numerics import DTYPES, autocast, numerics, preserved_generator
 from oqc.train.optim import learning_rate
 from oqc.train.progress import Progress, Silent, Status
 from oqc.train.step import BAD, CORRECT, IMAGES, LONGEST, LOOK, LOSS, ROW, STOP, Step, can_compile, resolve_mode
@@ -63,6 +63,7 @@ class Trainer:
         target = RunFolder(folder) if folder is not None else None
         found = None
         if target is not None and resume:
+            target.check_data(dataset)
             found = recorder.load(target, config)
         elif target is not None:
             target.check(overwrite=overwrite)
@@ -80,6 +81,9 @@ class Trainer:
         compiled = can_compile(self.device) if compile_blocks is None else compile_blocks
         compiled = mode == "compiled" or (mode == "graph" and compiled)
         self.model = model.to(self.device, dtype).train()
+        self._check_fit()
+        if tensorboard:
+            recorder.need_tensorboard()
         batches = Batches(
             dataset.train,
             dataset,
@@ -163,8 +167,8 @@ class Trainer:
     def run(self, stop: StopRequest) -> Generator[None, None, Summary]:
         """Trains to the end, giving way after each enqueued step and before reading an evaluation."""
         try:
-            self._announce()
             self.prepare()
+            self._announce()  # last: what stood in the folder goes only when this run is ready to start
             saved = time.perf_counter()
             self._began = saved - self.seconds
             self.pace.restart(self.done)
@@ -205,6 +209,20 @@ class Trainer:
     def _window_ends(self) -> bool:
         """Whether an evaluation is due."""
         return self.done % (self.config.train.eval_every * self.per_epoch) == 0 or self.done == self.total
+
+    def _check_fit(self) -> None:
+        """One image through the model: what does not fit shows before anything is written."""
+        images = self.dataset.train.images[:1]
+        self.model.eval()
+        with torch.no_grad(), autocast(self.device, self.config.train.precision):
+            logits = self.model(images.to(self.device, DTYPES[self.config.train.precision]))
+        self.model.train()
+        classes = len(self.dataset.classes)
+        if logits.shape != (1, classes):
+            raise ValueError(
+                f"the model's output for one image is {list(logits.shape)}, but {self.dataset.name} has"
+                f" {classes} classes"
+            )
 
     def _announce(self) -> None:
         """Makes the folder, or goes on in it, and tells what is worth knowing before the first step."""
