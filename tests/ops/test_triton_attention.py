@@ -47,10 +47,11 @@ def test_large_logits_stay_finite():
 
 def test_which_path_is_taken():
     half = torch.zeros(1, 64, 96, dtype=torch.bfloat16, device=DEVICE)
-    assert attention._fits(half, 1)
-    assert not attention._fits(half.float(), 1)
-    assert not attention._fits(half, 4)  # head size 8
-    assert not attention._fits(torch.zeros(1, 129, 96, dtype=torch.bfloat16, device=DEVICE), 1)
+    assert attention._chosen(half, 1, "triton")
+    assert not attention._chosen(half, 1, "torch")
+    assert not attention._chosen(half.float(), 1, "triton")
+    assert not attention._chosen(half, 4, "triton")  # head size 8
+    assert not attention._chosen(torch.zeros(1, 129, 96, dtype=torch.bfloat16, device=DEVICE), 1, "triton")
 
 
 def test_opcheck():

@@ -330,7 +330,7 @@ def test_second_derivatives(case: Case) -> None:
 def test_float64_takes_the_plain_path(case: Case) -> None:
     named = tensors(case, 2, 2, 1, 0)
     given, exact = leaves(named, torch.float64), leaves(named, torch.float64)
-    assert not fused.supported(given["x"], case.rank)
+    assert not fused.chosen("triton", given["x"], case.rank)
     y, expected = ours(case, given, 2, 1), literal(case, exact, 2, 1)[0]
     y.square().sum().backward()
     expected.square().sum().backward()
@@ -410,11 +410,11 @@ def test_runs_repeat_to_the_bit() -> None:
 
 def test_torch_func_is_left_to_the_torch_backend() -> None:
     x = torch.zeros(1, 4, 8, device=_device())
-    assert fused.supported(x, 56)
-    assert not fused.supported(x, fused.MOST_RANK + 1)
-    assert not fused.supported(x.double())
+    assert fused.chosen("triton", x, 56)
+    assert not fused.chosen("triton", x, fused.MOST_RANK + 1)
+    assert not fused.chosen("triton", x.double())
     seen = []
-    torch.func.grad(lambda x: seen.append(fused.supported(x)) or x.sum())(x)
+    torch.func.grad(lambda x: seen.append(fused.chosen("triton", x)) or x.sum())(x)
     assert seen == [False]
 
 

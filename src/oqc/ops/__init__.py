@@ -36,7 +36,8 @@ __all__ = [
 def is_plain(*modules: object) -> bool:
     """Whether each module is exactly the map its own weight makes it: an `nn.Linear` or `nn.Conv2d` itself, no hooks.
 
-    LoRA and quantised layers are other classes, and so are parametrized ones; for those the identity does not hold.
+    LoRA layers are other classes, and so are parametrized and most quantised ones; for those the identity does not
+    hold. Quantisation that keeps the class and changes the weight's type is not recognised.
     """
     return all(m is None or (type(m) in (nn.Linear, nn.Conv2d) and not _has_hooks(m)) for m in modules)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from oqc.ops.operators import on_kernels
+from oqc.ops.operators import on_device_of, on_kernels, wanted
 
 # cuDNN's attention gave NaN gradients in bf16 (docs/deviations.md), so it is never among the choices. Over short
 # sequences the memory-efficient kernel is the fastest of the others (docs/performance.md).
@@ -35,15 +35,10 @@ def attention_in_use(*, tokens: int, size: int, half: bool, backend: str, device
 
 
 def _chosen(qkv: Tensor, heads: int, backend: str) -> bool:
-    return (backend == "triton" or (backend == "auto" and qkv.is_cuda)) and _fits(qkv, heads)
-
-
-def _fits(qkv: Tensor, heads: int) -> bool:
-    size = qkv.shape[-1] // 3 // heads
+    """Whether the fused kernel is wanted, and the heads are of a size it has."""
     half = qkv.dtype in (torch.bfloat16, torch.float16)
-    if not half or size not in HEAD_SIZES or qkv.shape[1] > MOST_TOKENS or not on_kernels(qkv):
-        return False
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+    fits = half and qkv.shape[-1] // 3 // heads in HEAD_SIZES and qkv.shape[1] <= MOST_TOKENS
+    return fits and wanted(backend, qkv)
 
 
 def _plain(qkv: Tensor, heads: int, *, twice: bool = False) -> Tensor:
@@ -65,7 +60,7 @@ def attention(qkv: Tensor, heads: int) -> Tensor:
         return _plain(qkv, heads).clone()
     from oqc.ops import triton_attention
 
-    with torch.cuda.device(qkv.device) if qkv.is_cuda else torch.no_grad():
+    with on_device_of(qkv):
         return triton_attention.forward(qkv.contiguous(), heads)
 
 
@@ -77,7 +72,7 @@ def _attention_backward(dout: Tensor, qkv: Tensor, heads: int) -> Tensor:
             return torch.autograd.grad(_plain(leaf, heads), leaf, dout)[0]
     from oqc.ops import triton_attention
 
-    with torch.cuda.device(qkv.device) if qkv.is_cuda else torch.no_grad():
+    with on_device_of(qkv):
         return triton_attention.backward(dout.contiguous(), qkv.contiguous(), heads)
 
 

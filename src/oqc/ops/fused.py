@@ -29,15 +29,8 @@ TokenGate = tuple[Tensor, Tensor | None]  # weight [1, D] and bias [1] of a gate
 
 
 def chosen(backend: str, x: Tensor, rank: int = 0) -> bool:
-    """Whether the fused operators are to run for x: asked for or, on a GPU, left open, and supported."""
-    return (backend == "triton" or (backend == "auto" and x.is_cuda)) and supported(x, rank)
-
-
-def supported(x: Tensor, rank: int = 0) -> bool:
-    """Whether the fused operators run their kernels for x: device, dtype, rank, and no torch.func transform around."""
-    if rank > MOST_RANK or compute_dtype(x) not in operators.DTYPES or not operators.on_kernels(x):
-        return False
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+    """Whether the fused operators are to run for x: wanted, and of a rank and dtype their kernels have."""
+    return rank <= MOST_RANK and compute_dtype(x) in operators.DTYPES and operators.wanted(backend, x)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -44,6 +44,13 @@ def on_kernels(x: Tensor) -> bool:
     return HAS_TRITON and (x.is_cuda or INTERPRETED) and x.dtype in DTYPES
 
 
+def wanted(backend: str, x: Tensor) -> bool:
+    """Whether kernels are to run for x: asked for or, on a GPU, left open; and not inside a torch.func transform."""
+    if not (backend == "triton" or (backend == "auto" and x.is_cuda)) or not on_kernels(x):
+        return False
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+
+
 def _operator(name: str, inputs: str, results: int) -> Callable[[Callable[..., Any]], Any]:
     schema = f"({inputs}) -> ({', '.join(['Tensor'] * results)})"
     return torch.library.custom_op(f"oqc::{name}", mutates_args=(), schema=schema)
@@ -58,7 +65,7 @@ def fold(
         return plain.fold(weight, lift, project, space, dtype)
     from oqc.ops import triton_fold
 
-    with _device(weight):
+    with on_device_of(weight):
         given = (weight.contiguous(), lift.contiguous(), None if project is None else project.contiguous())
         return triton_fold.forward(*given, space=space, dtype=dtype)
 
@@ -70,7 +77,7 @@ def _fold_backward(*args: Any) -> tuple[Tensor, ...]:
         return plain.gradients(plain.fold, tuple(upstream), (weight, lift, project), (space, upstream[0].dtype))
     from oqc.ops import triton_fold
 
-    with _device(weight):
+    with on_device_of(weight):
         given = (weight.contiguous(), lift.contiguous(), None if project is None else project.contiguous())
         dstack, dmerged, dgram = (item.contiguous() for item in upstream)
         return triton_fold.backward(dstack, dmerged, dgram, *given, space=space)
@@ -85,7 +92,7 @@ def afbo(*args: Any) -> tuple[Tensor, ...]:
         return plain.afbo(*args), *_afbo_shapes(*args)[1:]
     from oqc.ops import triton_complement, triton_spatial
 
-    with _device(x):
+    with on_device_of(x):
         proj = F.linear(x, weight_in, cast(bias_in, x))  # [T, C]
         a, c, u, v, logit = split(proj, hidden, form)
         b = x.new_empty(x.shape[0], hidden)
@@ -112,7 +119,7 @@ def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
     from oqc.ops import triton_complement, triton_spatial, triton_sums
 
     dy = dy.contiguous()
-    with _device(x):
+    with on_device_of(x):
         dproj = torch.empty_like(proj)
         a, c, u, v, logit = split(proj, hidden, form)
         da, dc, du, dv, dlogit = split(dproj, hidden, form)
@@ -152,7 +159,7 @@ def complement(*args: Any) -> tuple[Tensor, ...]:
         return plain.complement(*args), *_complement_shapes(*args)[1:]
     from oqc.ops import triton_complement
 
-    with _device(args[0]):
+    with on_device_of(args[0]):
         return triton_complement.forward(*args[:8], **_kind(form), save=form.save)
 
 
@@ -166,7 +173,7 @@ def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
     from oqc.ops import triton_complement
 
     dy = dy.contiguous()
-    with _device(b):
+    with on_device_of(b):
         du, dv = torch.empty_like(u), torch.empty_like(v)
         dgate = torch.empty_like(gate) if form.gate == "token" else None
         branch = (dy, host, u, v, gate, t, power, merged, gram, bias is not None)
@@ -299,7 +306,7 @@ def _kind(form: Form) -> dict[str, Any]:
     return {**named, "gate_kind": form.gate, "eps": form.eps}
 
 
-def _device(x: Tensor) -> contextlib.AbstractContextManager[object]:
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from oqc.ops.rankspace import full_coefficients
 from oqc.ops.reference import main_feature, orthogonalize, quadratic, upcast
 
 GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
@@ -83,17 +84,13 @@ def complement(*args: Any) -> Tensor:
     if form.space == "rank":
         q = orthogonalize(q, main_feature(t, form.eps), form.eps)
     energy = ((q @ gram[: form.rank, : form.rank]) * q).sum(-1, keepdim=True).clamp_min(0)
-    scale = torch.rsqrt(energy / hidden + form.eps) if form.normalise else torch.ones_like(energy)
     if form.space == "hidden":
         power = upcast(b).square().sum(-1, keepdim=True)
-        scale_b = torch.rsqrt(power / hidden + form.eps)
-        inner, main = (q * t).sum(-1, keepdim=True) * scale * scale_b, power * scale_b.square()
-        c = inner / (main + form.eps)
-        rest = (energy * scale.square() - 2 * c * inner + c.square() * main).clamp_min(0)
-        scale_r = torch.rsqrt(rest / hidden + form.eps)
-        host = (upcast(host) * (1 - gate * c * scale_b * scale_r)).to(b.dtype)
-        scale = scale * scale_r
-    y = host + F.linear((gate * scale * q).to(b.dtype), merged[:, : form.rank])
+        kappa, z = full_coefficients(q, t, power, energy, gate, hidden=hidden, eps=form.eps)
+        host = (upcast(host) * (1 + kappa)).to(b.dtype)
+    else:
+        z = gate * (torch.rsqrt(energy / hidden + form.eps) * q if form.normalise else q)
+    y = host + F.linear(z.to(b.dtype), merged[:, : form.rank])
     return y if bias is None else y + bias.to(y.dtype)
 
 

@@ -59,6 +59,13 @@ def coefficients(
         return None, gate * torch.rsqrt(energy / hidden + eps) * q
     t = upcast(F.linear(b, lift.T))  # O^T b [..., R]
     power = upcast(b).square().sum(-1, keepdim=True)  # |b|^2
+    return full_coefficients(q, t, power, energy, gate, hidden=hidden, eps=eps)
+
+
+def full_coefficients(
+    q: Tensor, t: Tensor, power: Tensor, energy: Tensor, gate: Tensor, *, hidden: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(kappa, z) of full OQC from q, t = O^T b, |b|^2 and |O q|^2."""
     scale_a = torch.rsqrt(energy / hidden + eps)  # 1 / rho_a
     scale_b = torch.rsqrt(power / hidden + eps)  # 1 / rho_b
     inner = (q * t).sum(-1, keepdim=True) * scale_a * scale_b  # <a, m>

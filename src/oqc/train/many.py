@@ -32,7 +32,7 @@ def train_many(make: Sequence[Callable[[], Trainer]], at_once: int | str = "auto
         limit = 1
         if device.type == "cuda":
             built[0].prepare()
-            if built[0].step.draws:  # graphs share the memory that holds the generator's seed
+            if built[0].step.draws and len(make) > 1:  # graphs share the memory that holds the generator's seed
                 built[0].progress.note("the model draws random numbers (dropout): its seeds run one after another")
             else:
                 limit = at_once if isinstance(at_once, int) else _measure(built, make)
