@@ -1,10 +1,11 @@
 """A Deep-ViT trained without the branch, then fine-tuned with it injected as the identity; three seeds.
 
-    python benchmarks/finetune_identity.py --root DATA [--epochs 50] [--more 20] [--seeds 0,1,2]
+    python benchmarks/finetune_identity.py --root DATA [--epochs 50] [--more 20] [--seeds 0,1,2] [--minutes 9]
 
 For each seed: train the plain model; inject and compare the test loss before and after; then fine-tune the injected
 model, and as its control the plain one, with the same further epochs, learning rate and batches. Writes
-results/integrations/finetune-<data>-<complement>.json.
+results/integrations/finetune-<data>-<complement>.json after each seed. A second call goes on with the seeds that are
+missing; none is started that would not end in the given minutes.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import argparse
 import dataclasses
 import json
 import statistics
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import oqc
+from oqc import config as configs
 from oqc.config import Data, Model, Run, Train
 from oqc.data import Dataset, eval_batches, load
 from oqc.integrations import inject
@@ -50,22 +54,27 @@ def fitting(name: str, data: Dataset, patch: int | None) -> Model:
 
 def one_seed(
     seed: int, model: Model, run: Run, further: Run, data: Dataset, args: argparse.Namespace
-) -> dict[str, object]:
-    device = find_device(None)
+) -> dict[str, Any]:
+    device, began = find_device(None), time.perf_counter()
     run, further = (dataclasses.replace(r, train=dataclasses.replace(r.train, seed=seed)) for r in (run, further))
     base = oqc.create_model(model, seed=seed)
-    found: dict[str, object] = {"seed": seed, "base": Trainer(base, data, run, device=device).fit().final}
+    found: dict[str, Any] = {"seed": seed, "base": Trainer(base, data, run, device=device).fit().final}
     weights = {name: value.detach().clone() for name, value in base.state_dict().items()}
     for name in ("plain", "injected"):
         twin = oqc.create_model(model, seed=seed)
         twin.load_state_dict(weights)
-        before = test_loss(twin, data, further, device)
         if name == "injected":
+            found["loss_before_injection"] = test_loss(twin, data, further, device)
             inject(twin, args.complement, rank=args.rank, seed=seed)
-            found |= {"loss_before_injection": before, "loss_after_injection": test_loss(twin, data, further, device)}
+            found["loss_after_injection"] = test_loss(twin, data, further, device)
         summary = Trainer(twin, data, further, device=device).fit()
-        found[name] = {"final": summary.final, "best": summary.best, "parameters": summary.parameters}
-        found[name]["per_epoch"] = [round(row["test_accuracy"], 2) for row in summary.history]  # type: ignore[index]
+        found[name] = {
+            "final": summary.final,
+            "best": summary.best,
+            "parameters": summary.parameters,
+            "per_epoch": [round(row["test_accuracy"], 2) for row in summary.history],
+        }
+    found["seconds"] = time.perf_counter() - began
     print(json.dumps(found), flush=True)
     return found
 
@@ -84,9 +93,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--out", type=Path, default=Path("results/integrations"))
     args = parser.parse_args()
 
+    began = time.perf_counter()
     source = Data(name=args.data, root=args.root)
     data = load(source)
     model = fitting(args.model, data, args.patch)
@@ -94,23 +105,37 @@ def main() -> None:
     run = Run(model=model, data=source, train=train)
     warmup = min(2.0, args.more / 2)
     further = dataclasses.replace(run, train=dataclasses.replace(train, epochs=args.more, lr=args.lr, warmup=warmup))
-    rows = [one_seed(int(seed), model, run, further, data, args) for seed in args.seeds.split(",")]
-    gains = [row["injected"]["final"] - row["plain"]["final"] for row in rows]  # type: ignore[index]
-    found = {
-        "environment": environment(find_device(None)),
+    settings = {
         "data": args.data,
-        "model": args.model,
+        "model": configs.to_dict(model),
         "complement": args.complement,
         "rank": args.rank,
-        "epochs": args.epochs,
-        "further_epochs": args.more,
-        "further_lr": args.lr,
-        "seeds": rows,
-        "gain_over_control": {"mean": statistics.mean(gains), "each": gains},
+        "train": configs.to_dict(train),
+        "further_train": configs.to_dict(further.train),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"finetune-{args.data}-{args.complement}.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps({"gain_over_control": found["gain_over_control"]}))
+    path = args.out / f"finetune-{Path(args.data).stem}-{args.complement}.json"
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        before = json.loads(path.read_text())
+        if before["settings"] != settings:
+            raise SystemExit(f"{path} is of other settings: move it, or name another --out")
+        rows = before["seeds"]
+    place = environment(find_device(None))
+    done, longest = {row["seed"] for row in rows}, 0.0
+    for seed in map(int, args.seeds.split(",")):
+        if seed in done:
+            continue
+        if time.perf_counter() - began + longest > 60 * args.minutes:
+            print(f"not started: seed {seed}, for want of time")
+            continue
+        rows.append(one_seed(seed, model, run, further, data, args))
+        longest = max(longest, rows[-1]["seconds"])
+        gains = [row["injected"]["final"] - row["plain"]["final"] for row in rows]
+        gain = {"mean": statistics.mean(gains), "each": gains}
+        found = {"environment": place, "settings": settings, "gain_over_control": gain, "seeds": rows}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        print(json.dumps({"gain_over_control": gain}), flush=True)
 
 
 if __name__ == "__main__":

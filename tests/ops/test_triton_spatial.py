@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import random
 
 import pytest
 import torch
+from fused_oracle import DEVICE
+from guards import CANARY
 from torch import Tensor
 from torch.nn import functional as F
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from oqc.ops import triton_spatial
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CANARY = -7.0
 
 
 def inside(rows: int, columns: int, left: int, right: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -96,8 +92,7 @@ def test_writes_its_own_and_nothing_else(
 )
 def test_awkward_shapes(columns: int, hidden: int) -> None:
     """Over a hundred shapes, with odd strides on either side."""
-    draw = random.Random(columns)
-    for i in range(13):
-        images, rows, prefix = draw.choice([1, 2, 5, 33]), draw.choice([1, 2, 3, 8, 17]), draw.choice([0, 1, 4])
+    choices = list(itertools.product([1, 2, 5, 33], [1, 2, 3, 8, 17], [0, 1, 4]))
+    for i, (images, rows, prefix) in enumerate(random.Random(columns).sample(choices, 13)):
         dtype = torch.float32 if i % 2 else torch.bfloat16
         check(images, rows, columns, prefix, hidden, 3, 5, dtype)

@@ -10,8 +10,11 @@ from tiny_run import poison, run_until, tiny_data
 from torch import Tensor
 
 from oqc.config import FFN, Data, Model, Run, Train
-from oqc.models import create_model
+from oqc.data import Dataset, Split
+from oqc.models import create_model, model_config
+from oqc.ops import fused
 from oqc.train import Trainer, replay_rate, train_many
+from oqc.train.checkpoint import parameter_hash
 from oqc.train.step import BAD, LONGEST
 
 pytestmark = [
@@ -23,7 +26,8 @@ MODEL = Model(image_size=4, patch_size=1, channels=1, num_classes=4, width=64, d
 STEPS = 50
 
 
-def config(drop: float = 0.1, **train: Any) -> Run:
+def config(drop: float = 0.0, **train: Any) -> Run:
+    """With dropout the feed-forward networks take the literal path: something stands before their last layer."""
     ffn = FFN(complement="lowrank", rank=8, drop=drop)
     defaults: dict[str, Any] = {"epochs": 10, "batch": 8, "warmup": 1.0, "ema": 0.99, "smoothing": 0.1}
     data = Data(name="tiny", crop=1, cutout=2, mixup=0.4, cutmix=1.0)
@@ -49,18 +53,48 @@ def same_bits(one: dict[str, Tensor], two: dict[str, Tensor]) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("drop", [0.0, 0.1])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_graph_equals_eager_bit_for_bit(precision: str) -> None:
-    eager = state_after(make(config(mode="eager", precision=precision)), STEPS)
-    graph = state_after(make(config(mode="graph", precision=precision), compile_blocks=False), STEPS)
+def test_graph_equals_eager_bit_for_bit(precision: str, drop: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    ffn_afbo = fused.ffn_afbo
+    monkeypatch.setattr(fused, "ffn_afbo", lambda *args, **named: calls.append(1) or ffn_afbo(*args, **named))
+    eager = state_after(make(config(drop, mode="eager", precision=precision)), STEPS)
+    assert (len(calls) >= 3 * STEPS) is (drop == 0)  # the kernels are what trains
+    graph = state_after(make(config(drop, mode="graph", precision=precision), compile_blocks=False), STEPS)
     assert same_bits(eager, graph) == []
 
 
 @pytest.mark.slow
-def test_graph_of_compiled_blocks_equals_compiled_bit_for_bit() -> None:
-    compiled = state_after(make(config(mode="compiled")), STEPS)
-    graph = state_after(make(config(mode="graph"), compile_blocks=True), STEPS)
+@pytest.mark.parametrize("drop", [0.0, 0.1])
+def test_graph_of_compiled_blocks_equals_compiled_bit_for_bit(drop: float) -> None:
+    compiled = state_after(make(config(drop, mode="compiled")), STEPS)
+    graph = state_after(make(config(drop, mode="graph"), compile_blocks=True), STEPS)
     assert same_bits(compiled, graph) == []
+
+
+def made_data(images: int, size: int, classes: int) -> Dataset:
+    """Noise with random labels."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (images, 3, size, size), generator=generator, dtype=torch.uint8)
+    split = Split(pixels, torch.randint(0, classes, (images,), generator=generator))
+    half = (0.5, 0.5, 0.5)
+    return Dataset("made", tuple(map(str, range(classes))), half, half, split, None, split, "made")
+
+
+@pytest.mark.slow
+def test_two_runs_of_200_steps_give_one_hash() -> None:
+    """The paper's low-rank model at its own size and batch, fused, compiled and captured."""
+    model = model_config("deep_vit_afbo_lowrank_r56")
+    train = Train(epochs=50, eval_every=50, mode="graph", backend="triton")
+    run = Run(model=model, data=Data(name="made"), train=train)
+    data = made_data(4 * train.batch, model.image_size, model.num_classes)
+    ends = [
+        Trainer(create_model(model, seed=0, backend="triton"), data, run, device="cuda").fit().parameter_hash
+        for _ in range(2)
+    ]
+    assert ends[0] == ends[1]
+    assert ends[0] != parameter_hash(create_model(model, seed=0))
 
 
 def test_capture_and_measurement_leave_the_state_alone() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from oqc import ops, seeding
 from oqc.config import Model
-from oqc.nn import OQCFFN, Complement, PenultimateResidual
+from oqc.nn import OQCFFN, Complement, PenultimateResidual, fold_together
 
 
 class Attention(nn.Module):
@@ -51,9 +51,9 @@ class Block(nn.Module):
             **factory,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, folded: ops.fused.Folded | None = None) -> Tensor:
         x = x + self.attn(self.norm1(x))
-        return x + self.ffn(self.norm2(x))
+        return x + (self.ffn(self.norm2(x)) if folded is None else self.ffn(self.norm2(x), folded))
 
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x = x + self.attn(self.norm1(x))
@@ -127,8 +127,9 @@ class DeepViT(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = penultimate = self.embed(x)
-        for block in self.blocks:
-            penultimate, x = x, block(x)
+        folded = fold_together([getattr(block, "ffn", None) for block in self.blocks], x)
+        for block, weights in zip(self.blocks, folded, strict=True):
+            penultimate, x = x, block(x) if weights is None else block(x, weights)
         return self.pool(x, penultimate)
 
     @overload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -97,9 +97,10 @@ class OQCFFN(nn.Module):
         if self.complement is not None:
             self.complement.init_weights()
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self._is_one_operator(x):
-            return self._leave(self._fused(x.permute(0, 2, 3, 1) if self.use_conv else x))
+    def forward(self, x: Tensor, folded: ops.fused.Folded | None = None) -> Tensor:
+        """`folded` is this layer's share of `fold_together`, where a model does that for all its layers at once."""
+        if folded is not None or self._is_one_operator(x):
+            return self._leave(self._fused(x.permute(0, 2, 3, 1) if self.use_conv else x, folded))
         x, maps, b = self._hidden(x)
         host, complement = self.host, self.complement
         if complement is None:
@@ -142,7 +143,7 @@ class OQCFFN(nn.Module):
             layers += [layer for layer in branch.children() if layer is not None]
         return ops.is_plain(*layers)
 
-    def _fused(self, x: Tensor) -> Tensor:
+    def _fused(self, x: Tensor, folded: ops.fused.Folded | None) -> Tensor:
         host: Any = self.host
         options: dict[str, Any] = {"grid": x.shape[1:3]} if x.dim() == 4 else {"grid": host.grid_of(x.shape[1])}
         options["prefix"] = 0 if x.dim() == 4 else host.prefix_tokens
@@ -157,6 +158,7 @@ class OQCFFN(nn.Module):
                 "space": branch.kind.space,
                 "normalise": branch.kind.normalise,
                 "eps": branch.eps,
+                "folded": folded,
             }
         layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
         return ops.fused.ffn_afbo(x, *(t for layer in layers for t in (layer.weight, layer.bias)), **options)
@@ -186,6 +188,27 @@ class OQCFFN(nn.Module):
 
     def extra_repr(self) -> str:
         return f"host={self.host_name!r}, backend={self.backend!r}"
+
+
+def fold_together(modules: Sequence[object], x: Tensor) -> Sequence[ops.fused.Folded | None]:
+    """What the fused kernels need of the weights alone, for layers of one kind in one launch instead of one each.
+
+    None for each where they are not all such layers, with their weights at hand (a sharded one gathers its own later).
+    x is any tensor of the dtype and device of their inputs.
+    """
+    layers = [layer for layer in modules if isinstance(layer, OQCFFN) and layer.complement is not None]
+    branches = [layer.complement for layer in layers if layer.complement is not None]
+    kinds = {
+        (layer.host_name, layer.hidden_features, b.kind, b.rank) for layer, b in zip(layers, branches, strict=True)
+    }
+    if len(layers) < len(modules) or len(kinds) != 1 or not all(layer._is_one_operator(x) for layer in layers):
+        return [None] * len(modules)
+    weights = [layer.host.fc2.weight for layer in layers]
+    if not all(type(weight) in (Tensor, nn.Parameter) for weight in weights):
+        return [None] * len(modules)
+    projects = [None if branch.project is None else branch.project.weight for branch in branches]
+    lifts = [branch.lift.weight for branch in branches]
+    return ops.fused.fold(weights, lifts, projects, branches[0].kind.space, ops.fused.compute_dtype(x))
 
 
 def mlp_layer(complement: str = "lowrank", rank: int = 56, **options: Any) -> Callable[..., OQCFFN]:

@@ -1,12 +1,13 @@
 """Feed-forward networks over the fused kernels, with merged GEMMs: the triton backend.
 
-With C = 2 H + 2 padded R (+ 16 for a gate per token), T tokens and S = [W; P], M, G of the weights (`triton_fold`):
+With C = 2 H + 2 padded R (+ 16 for a gate per token), T tokens and S = [W M; P 0; 0 G] of the weights (`triton_fold`):
 
     proj [T, C] = x [A; B; U; V; gate]^T     one GEMM reads x
     b    [T, H] = spatial kernel of proj's first 2 H columns (`triton_spatial`)
-    y    [T, D] = complement kernel of b and proj's other columns (`triton_complement`)
+    z    [T, R] = complement's kernel of b and proj's other columns (`triton_complement`), written beside b
+    y    [T, D] = [b | z] [W M]^T            full OQC: another kernel, since W b is scaled
 
-    [dy' | dt], du, dv, dgate = complement kernel;   db = [dy' | dt] S,   dS = [dy' | dt]^T b
+    [dy' | dt | w], du, dv, dgate = complement's kernel;   db = [dy' | dt] S,   dS = [dy' | dt | w]^T [b | z]
     da, dc and the depthwise gradients = spatial kernel;   dx = dproj [A; B; U; V; gate]
 
 Ranks are padded with zeros to a multiple of 8, so that every row of these buffers is aligned. The functions here take
@@ -14,6 +15,8 @@ parameters as the modules hold them, cast to autocast's dtype where it is on, an
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +29,7 @@ from oqc.ops.reference import Space, full_precision
 MOST_RANK = 128  # beyond it a block of tokens no longer fits a program's registers
 
 TokenGate = tuple[Tensor, Tensor | None]  # weight [1, D] and bias [1] of a gate per token
+Folded = tuple[Tensor, Tensor]  # S and G
 
 
 def chosen(backend: str, x: Tensor, rank: int = 0) -> bool:
@@ -37,6 +41,20 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """Autocast's dtype where it is on, otherwise x's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def fold(
+    weights: Sequence[Tensor],  # W [D, H] of each layer
+    lifts: Sequence[Tensor],  # O [H, R]
+    projects: Sequence[Tensor | None],  # P [R, H], for space="rank"
+    space: Space,
+    dtype: torch.dtype,
+) -> list[Folded]:
+    """What the operators need of the weights alone, for all layers in one launch."""
+    given = [item for item in projects if item is not None]
+    project = _stacked(given) if given else None
+    stack, gram = operators.fold(_stacked(weights), _stacked(lifts), project, space, dtype)
+    return list(zip(stack.unbind(), gram.unbind(), strict=True))
 
 
 def ffn_afbo(
@@ -62,6 +80,7 @@ def ffn_afbo(
     space: Space = "rank",
     normalise: bool = True,
     eps: float = 1e-6,
+    folded: Folded | None = None,  # of `fold`, where it was done for all layers at once
 ) -> Tensor:
     """y = W (b + gate * delta) + bias with b = GELU(DW3x3(A x)) * DW3x3(B x): the AFBO host with dense maps."""
     dtype = compute_dtype(x)
@@ -83,16 +102,15 @@ def ffn_afbo(
         bias_in = torch.cat([m.new_zeros(m.shape[0]) if item is None else item for m, item in pairs])
     weight_in = torch.cat(maps).to(dtype)
     with full_precision(x):
-        if lift is None:
-            stack, merged, gram = weight.to(dtype), None, None
-        else:
-            stack, merged, gram = operators.fold(weight, lift, project, space, dtype)
+        stack, gram = weight.to(dtype), None
+        if lift is not None:
+            stack, gram = folded or fold([weight], [lift], [project], space, dtype)[0]
         inputs = (
             x.reshape(-1, x.shape[-1]).to(dtype),
             weight_in,
             bias_in,
             *(spatial_a, spatial_a_bias, spatial_b, spatial_b_bias),
-            *(stack, merged, gram, bias, value),
+            *(stack, gram, bias, value),
         )
         form = Form(
             rows=grid[0],
@@ -131,7 +149,7 @@ def ffn_complement(
         inputs = (
             *(_rows(item, dtype) for item in (b, u, v)),
             gate.float().reshape(()) if scalar else gate.float().expand(*b.shape[:-1], 1).reshape(-1),
-            *operators.fold(weight, lift, project, space, dtype),
+            *fold([weight], [lift], [project], space, dtype)[0],
             bias,
         )
         form = Form(
@@ -144,6 +162,10 @@ def ffn_complement(
         )
         y = operators.complement(*inputs, *form)[0]
     return y.view(*b.shape[:-1], y.shape[-1])
+
+
+def _stacked(items: Sequence[Tensor]) -> Tensor:
+    return items[0].unsqueeze(0) if len(items) == 1 else torch.stack(list(items))
 
 
 def _pad_rows(weight: Tensor, count: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oqc.ops import plain
-from oqc.ops.plain import GATE_COLUMNS, Form, cast, split
+from oqc.ops.plain import GATE_COLUMNS, GATE_PARTS, Form, cast, split, width_of
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,10 +28,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 _AFBO = (
     "Tensor x, Tensor weight_in, Tensor? bias_in, Tensor tap_a, Tensor? bias_a, Tensor tap_c, Tensor? bias_c,"
-    " Tensor stack, Tensor? merged, Tensor? gram, Tensor? bias, Tensor? gate"
+    " Tensor stack, Tensor? gram, Tensor? bias, Tensor? gate"
 )
-_COMPLEMENT = "Tensor b, Tensor u, Tensor v, Tensor gate, Tensor stack, Tensor merged, Tensor gram, Tensor? bias"
-_SAVED = "Tensor z, Tensor t, Tensor power, Tensor host"  # z, P b, |b|^2, W b
+_COMPLEMENT = "Tensor b, Tensor u, Tensor v, Tensor gate, Tensor stack, Tensor gram, Tensor? bias"
+_SAVED = "Tensor t, Tensor gp, Tensor energy, Tensor power, Tensor keep, Tensor host"  # triton_complement.Saved, W b
 _FORM = (
     "int rows, int columns, int prefix, int rank, str space, bool normalise, str gate_kind, bool shared, float eps,"
     " bool save"
@@ -56,11 +56,9 @@ def _operator(name: str, inputs: str, results: int) -> Callable[[Callable[..., A
     return torch.library.custom_op(f"oqc::{name}", mutates_args=(), schema=schema)
 
 
-@_operator("fold", f"{_WEIGHTS}, str space, ScalarType dtype", 3)
-def fold(
-    weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """S, M and G."""
+@_operator("fold", f"{_WEIGHTS}, str space, ScalarType dtype", 2)
+def fold(weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """S and G of all layers, which lie along the first axis."""
     if not on_kernels(weight):
         return plain.fold(weight, lift, project, space, dtype)
     from oqc.ops import triton_fold
@@ -70,24 +68,27 @@ def fold(
         return triton_fold.forward(*given, space=space, dtype=dtype)
 
 
-@_operator("fold_backward", f"Tensor dstack, Tensor dmerged, Tensor dgram, {_WEIGHTS}, str space", 3)
+@_operator("fold_backward", f"Tensor dstack, {_WEIGHTS}, str space", 3)
 def _fold_backward(*args: Any) -> tuple[Tensor, ...]:
-    *upstream, weight, lift, project, space = args
+    dstack, weight, lift, project, space = args
     if not on_kernels(weight):
-        return plain.gradients(plain.fold, tuple(upstream), (weight, lift, project), (space, upstream[0].dtype))
+        return plain.gradients(_plain_stack, dstack, (weight, lift, project), (space, dstack.dtype))
     from oqc.ops import triton_fold
 
     with on_device_of(weight):
         given = (weight.contiguous(), lift.contiguous(), None if project is None else project.contiguous())
-        dstack, dmerged, dgram = (item.contiguous() for item in upstream)
-        return triton_fold.backward(dstack, dmerged, dgram, *given, space=space)
+        return triton_fold.backward(dstack.contiguous(), *given, space=space)
 
 
-@_operator("afbo", f"{_AFBO}, {_FORM}", 7)
+def _plain_stack(*args: Any) -> Tensor:
+    return plain.fold(*args)[0]
+
+
+@_operator("afbo", f"{_AFBO}, {_FORM}", 9)
 def afbo(*args: Any) -> tuple[Tensor, ...]:
-    """y; proj and b; z, P b, |b|^2 and W b."""
-    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, merged, gram, bias, gate = args[:12]
-    form, hidden = Form(*args[12:]), stack.shape[1]
+    """y; proj and [b | z]; what the complement saves, and W b."""
+    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, gram, bias, gate = args[:11]
+    form, hidden = Form(*args[11:]), tap_a.shape[0]
     if not on_kernels(x):
         return plain.afbo(*args), *_afbo_shapes(*args)[1:]
     from oqc.ops import triton_complement, triton_spatial
@@ -95,27 +96,33 @@ def afbo(*args: Any) -> tuple[Tensor, ...]:
     with on_device_of(x):
         proj = F.linear(x, weight_in, cast(bias_in, x))  # [T, C]
         a, c, u, v, logit = split(proj, hidden, form)
-        b = x.new_empty(x.shape[0], hidden)
+        both = x.new_empty(x.shape[0], _both_columns(stack, gram))  # [b | z], b alone without a complement
+        b, z = both[:, :hidden], both[:, hidden:]
         triton_spatial.forward(a, c, (tap_a, bias_a, tap_c, bias_c), **_place(form), out=b)
-        if form.space == "host":
-            y, saved = F.linear(b, stack, cast(bias, x)), _empty(x, 4)
+        saved: Sequence[Tensor] = _empty(x, 5)
+        host = x.new_empty(0)
+        if form.space != "host":
+            branch = (u, v, gate if logit is None else logit[:, 0], stack, gram)
+            saved = triton_complement.coefficients(b, *branch, **_kind(form), save=form.save, out=z)
+        rows = stack[: width_of(stack, gram, form)]
+        if form.space == "hidden":
+            host = b @ rows[:, :hidden].T
+            out = torch.empty_like(host) if form.save else host
+            y = triton_complement.combination(host, z[:, : gram.shape[0]], stack, bias, saved[-1], out)
         else:
-            value = gate if logit is None else logit[:, 0]
-            branch = (u, v, value, stack, merged, gram, bias)
-            y, *saved = triton_complement.forward(b, *branch, **_kind(form), save=form.save)
-    return (y, proj, b, *saved) if form.save else (y, *_empty(x, 2), *saved)
+            y = F.linear(both[:, : stack.shape[1]], rows, cast(bias, x))
+    return (y, proj, both, *saved, host) if form.save else (y, *_empty(x, 8))
 
 
-@_operator("afbo_backward", f"Tensor dy, {_AFBO}, Tensor proj, Tensor b, {_SAVED}, {_FORM}", 9)
+@_operator("afbo_backward", f"Tensor dy, {_AFBO}, Tensor proj, Tensor both, {_SAVED}, {_FORM}", 5)
 def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
-    """dx, dweight_in, dbias_in, the depthwise maps' gradients in one vector of 20 H, dS, dM, dG, dbias, dgate."""
-    dy, x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, merged, gram, bias, gate = args[:13]
-    proj, b, z, t, power, host = args[13:19]
-    form, hidden = Form(*args[19:]), stack.shape[1]
+    """dx, dweight_in, in one vector of 22 H the depthwise maps' gradients and the sums of da and dc, dS, and in one
+    of D + GATE_PARTS the gradient of the bias and parts of the gate's."""
+    dy, x, weight_in, _, tap_a, bias_a, tap_c, bias_c, stack, gram, bias, gate = args[:12]
+    proj, both, *saved, host = args[12:20]
+    form, hidden = Form(*args[20:]), tap_a.shape[0]
     if not on_kernels(x):
-        dx, dw, db, *maps, ds, dm, dg, dbias, dgate = plain.gradients(plain.afbo, dy, args[1:13], form)
-        parts = [g.new_zeros(hidden) if item is None else g for g, item in zip(maps, args[4:8], strict=True)]
-        return dx, dw, db, torch.cat([part.float().flatten() for part in parts]), ds, dm, dg, dbias, dgate
+        return _plain_afbo_backward(dy, args[1:12], form)
     from oqc.ops import triton_complement, triton_spatial, triton_sums
 
     dy = dy.contiguous()
@@ -124,67 +131,92 @@ def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
         a, c, u, v, logit = split(proj, hidden, form)
         da, dc, du, dv, dlogit = split(dproj, hidden, form)
         if form.space == "host":
-            stacked, dpower, (dmerged, dgram, dgate) = dy, None, _empty(x, 3)
-            dbias = triton_sums.column_sums(dy) if bias is not None else x.new_empty(0)
+            stacked, dpower = dy, None
+            ends = triton_sums.column_sums(dy) if bias is not None else x.new_empty(0)
         else:
             if form.shared:  # added to the host's own below
                 du, dv = torch.empty_like(u), torch.empty_like(v)
-            value = gate if logit is None else logit[:, 0]
-            branch = (dy, host, u, v, value, t, power, merged, gram, bias is not None)
-            stacked, dpower, dgram, dgate, dbias = triton_complement.backward(
-                *branch, hidden=hidden, **_kind(form), du=du, dv=dv, dgate=dlogit
-            )
-            dmerged = dy.T @ z
-        taps = (tap_a, bias_a, tap_c, bias_c)
-        flat = triton_spatial.backward(stacked @ stack, dpower, a, c, taps, **_place(form), da=da, dc=dc)
-        sums = flat[20 * hidden :].view(2, hidden)  # of da and dc over tokens
+            branch = (host, u, v, gate if logit is None else logit[:, 0], triton_complement.Saved(*saved), stack)
+            stacked, dpower, ends = triton_complement.gradients(dy, *branch, **_kind(form), du=du, dv=dv, dgate=dlogit)
+        rows = stack.shape[0] - (0 if gram is None else gram.shape[0])  # all but G's
+        db = stacked[:, :rows] @ stack[:rows, :hidden]
+        flat = triton_spatial.backward(db, dpower, a, c, (tap_a, bias_a, tap_c, bias_c), **_place(form), da=da, dc=dc)
         if form.shared:
+            sums = flat[20 * hidden :].view(2, hidden)
             for out, total, extra in ((da, sums[0], du), (dc, sums[1], dv)):
                 out[:, : form.rank] += extra
                 total[: form.rank] += extra.sum(0)
-        dbias_in = flat.new_zeros(0 if bias_in is None else proj.shape[1])
-        if bias_in is not None:
-            dbias_in[: 2 * hidden] = sums.view(-1)
-            if logit is not None:
-                dbias_in[-GATE_COLUMNS] = dgate
-        inner = (dproj @ weight_in, dproj.T @ x, _as(dbias_in, bias_in), flat[: 20 * hidden].clone())
-    return *inner, stacked.T @ b, dmerged, dgram, _as(dbias, bias), dgate
+        dstack = (stacked.T @ both)[: stack.shape[0], : stack.shape[1]]
+        if form.space == "hidden":  # its M sees dy, not (1 + kappa) dy
+            torch.mm(dy.T, both[:, hidden : stack.shape[1]], out=dstack[: dy.shape[1], hidden:])
+        return dproj @ weight_in, dproj.T @ x, flat, dstack, ends
 
 
-@_operator("complement", f"{_COMPLEMENT}, {_FORM}", 5)
+def _plain_afbo_backward(dy: Tensor, inputs: tuple[Any, ...], form: Form) -> tuple[Tensor, ...]:
+    dx, dweight, dbias_in, *maps, dstack, _, dbias, dgate = plain.gradients(plain.afbo, dy, inputs, form)
+    hidden = maps[0].shape[0]
+    parts = [g.new_zeros(hidden) if item is None else g.flatten() for g, item in zip(maps, inputs[3:7], strict=True)]
+    parts.append(dbias_in[: 2 * hidden] if len(dbias_in) else dx.new_zeros(2 * hidden))
+    if form.gate == "logit":
+        dgate = dbias_in[-GATE_COLUMNS] if len(dbias_in) else dx.new_zeros(())
+    return dx, dweight, torch.cat(parts), dstack, _plain_ends(dy, dbias, dgate)
+
+
+def _plain_ends(dy: Tensor, dbias: Tensor, dgate: Tensor) -> Tensor:
+    ends = [dbias if len(dbias) else dy.new_zeros(dy.shape[1]), F.pad(dgate.sum().view(1), (0, GATE_PARTS - 1))]
+    return torch.cat([item.to(dy.dtype) for item in ends])
+
+
+@_operator("complement", f"{_COMPLEMENT}, {_FORM}", 8)
 def complement(*args: Any) -> tuple[Tensor, ...]:
-    """y; z, P b, |b|^2 and W b."""
-    form = Form(*args[8:])
-    if not on_kernels(args[0]):
+    """y; z, what the complement saves, and W b."""
+    b, u, v, gate, stack, gram, bias = args[:7]
+    form = Form(*args[7:])
+    if not on_kernels(b):
         return plain.complement(*args), *_complement_shapes(*args)[1:]
     from oqc.ops import triton_complement
 
-    with on_device_of(args[0]):
-        return triton_complement.forward(*args[:8], **_kind(form), save=form.save)
+    with on_device_of(b):
+        z = b.new_empty(b.shape[0], gram.shape[0])
+        branch = (u, v, gate, stack, gram)
+        saved = triton_complement.coefficients(b, *branch, **_kind(form), save=form.save, out=z)
+        host = b @ stack[: width_of(stack, gram, form), : b.shape[1]].T
+        kept = form.space == "hidden" and form.save
+        y = triton_complement.combination(host, z, stack, bias, saved.keep, torch.empty_like(host) if kept else host)
+    return (y, z, *saved, host if kept else b.new_empty(0)) if form.save else (y, *_empty(b, 7))
 
 
-@_operator("complement_backward", f"Tensor dy, {_COMPLEMENT}, {_SAVED}, {_FORM}", 8)
+@_operator("complement_backward", f"Tensor dy, {_COMPLEMENT}, Tensor z, {_SAVED}, {_FORM}", 6)
 def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
-    """The gradients of b, u, v, gate, S, M, G and bias."""
-    dy, b, u, v, gate, stack, merged, gram, bias, z, t, power, host = args[:13]
-    form = Form(*args[13:])
+    """The gradients of b, u, v, gate (a token's) and S, and in one vector that of the bias and parts of the gate's."""
+    dy, b, u, v, gate, stack, gram, _, z, *saved, host = args[:15]
+    form, hidden = Form(*args[15:]), b.shape[1]
     if not on_kernels(b):
-        return plain.gradients(plain.complement, dy, args[1:9], form)
+        db, du, dv, dgate, dstack, _, dbias = plain.gradients(plain.complement, dy, args[1:8], form)
+        return db, du, dv, dgate, dstack, _plain_ends(dy, dbias, dgate)
     from oqc.ops import triton_complement
 
     dy = dy.contiguous()
     with on_device_of(b):
         du, dv = torch.empty_like(u), torch.empty_like(v)
-        dgate = torch.empty_like(gate) if form.gate == "token" else None
-        branch = (dy, host, u, v, gate, t, power, merged, gram, bias is not None)
-        stacked, dpower, dgram, total, dbias = triton_complement.backward(
-            *branch, hidden=b.shape[1], **_kind(form), du=du, dv=dv, dgate=dgate
+        dgate = torch.empty_like(gate)
+        stacked, dpower, ends = triton_complement.gradients(
+            *(dy, host, u, v, gate, triton_complement.Saved(*saved), stack),
+            **_kind(form),
+            du=du,
+            dv=dv,
+            dgate=dgate if form.gate == "token" else None,
         )
-        db = stacked @ stack
+        rows = stack.shape[0] - gram.shape[0]  # all but G's
+        db = stacked[:, :rows] @ stack[:rows, :hidden]
         if dpower is not None:
             db.addcmul_(b, (2 * dpower[:, None]).to(b.dtype))
-        weights = (stacked.T @ b, dy.T @ z, dgram, _as(dbias, bias))
-    return db, du, dv, total if dgate is None else dgate, *weights
+        dstack = torch.zeros_like(stack)
+        torch.mm(stacked[:, :rows].T, b, out=dstack[:rows, :hidden])
+        dstack[:, hidden:] = stacked[:, : stack.shape[0]].T @ z
+        if form.space == "hidden":  # its M sees dy, not (1 + kappa) dy
+            dstack[: dy.shape[1], hidden:] = dy.T @ z
+    return db, du, dv, dgate, dstack, ends
 
 
 # Shapes, for tracing and for the places of what the plain path does not keep.
@@ -194,57 +226,57 @@ def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
 def _fold_shapes(
     weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    (width, hidden), padded = weight.shape, lift.shape[1] + -lift.shape[1] % 8
-    stack = weight.new_empty(width + (0 if space == "none" else padded), hidden, dtype=dtype)
-    gram = weight.new_empty(padded, padded, dtype=torch.promote_types(weight.dtype, torch.float32))
-    return stack, weight.new_empty(width, padded, dtype=dtype), gram
+    (layers, width, hidden), padded = weight.shape, lift.shape[2] + -lift.shape[2] % 8
+    stack = weight.new_empty(layers, width + (1 if space == "none" else 2) * padded, hidden + padded, dtype=dtype)
+    return stack, weight.new_empty(layers, padded, padded, dtype=torch.promote_types(weight.dtype, torch.float32))
 
 
 @_fold_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    weight, lift, project = args[3:6]
+    weight, lift, project = args[1:4]
     return torch.empty_like(weight), torch.empty_like(lift), _like(project, weight)
 
 
 @afbo.register_fake
 def _afbo_shapes(*args: Any) -> tuple[Tensor, ...]:
-    x, weight_in, stack, merged, form = args[0], args[1], args[7], args[8], Form(*args[12:])
-    kept = [x.new_zeros(x.shape[0], n) for n in (weight_in.shape[0], stack.shape[1])] if form.save else _empty(x, 2)
-    if form.space == "host":
-        return x.new_zeros(x.shape[0], stack.shape[0]), *kept, *_empty(x, 4)
-    return x.new_zeros(x.shape[0], merged.shape[0]), *kept, *_saved_shapes(x, merged, form)
+    x, weight_in, stack, gram, form = args[0], args[1], args[7], args[8], Form(*args[11:])
+    y = x.new_zeros(x.shape[0], width_of(stack, gram, form))
+    if not form.save:
+        return y, *_empty(x, 8)
+    kept = [x.new_zeros(x.shape[0], n) for n in (weight_in.shape[0], _both_columns(stack, gram))]
+    return y, *kept, *(_empty(x, 6) if form.space == "host" else _saved_shapes(x, y, gram, form))
 
 
 @_afbo_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    _, x, weight_in, bias_in, _, _, _, _, stack, merged, gram, bias, gate = args[:13]
-    flat = x.new_empty(20 * stack.shape[1], dtype=torch.float32)
-    logit = x.new_empty((), dtype=torch.float32) if Form(*args[19:]).gate == "logit" else x.new_empty(0)
-    weights = (torch.empty_like(stack), *(_like(item, x) for item in (merged, gram, bias)))
-    dgate = logit if gate is None else torch.empty_like(gate)
-    return torch.empty_like(x), torch.empty_like(weight_in), _like(bias_in, x), flat, *weights, dgate
+    dy, x, weight_in, tap_a, stack, bias = (args[i] for i in (0, 1, 2, 4, 8, 10))
+    flat = _like_sums(x, 22 * tap_a.shape[0])
+    ends = _like_sums(x, dy.shape[1] + GATE_PARTS)
+    if Form(*args[20:]).space == "host":
+        ends = x.new_empty(0) if bias is None else _like_sums(x, dy.shape[1])
+    return torch.empty_like(x), torch.empty_like(weight_in), flat, torch.empty_like(stack), ends
 
 
 @complement.register_fake
 def _complement_shapes(*args: Any) -> tuple[Tensor, ...]:
-    b, merged = args[0], args[5]
-    return b.new_zeros(b.shape[0], merged.shape[0]), *_saved_shapes(b, merged, Form(*args[8:]))
+    b, stack, gram, form = args[0], args[4], args[5], Form(*args[7:])
+    y = b.new_zeros(b.shape[0], width_of(stack, gram, form))
+    if not form.save:
+        return y, *_empty(b, 7)
+    return y, b.new_zeros(b.shape[0], gram.shape[0]), *_saved_shapes(b, y, gram, form)
 
 
 @_complement_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    return *(torch.empty_like(item) for item in args[1:8]), _like(args[8], args[1])
+    return *(torch.empty_like(item) for item in args[1:6]), _like_sums(args[1], args[0].shape[1] + GATE_PARTS)
 
 
-def _saved_shapes(x: Tensor, merged: Tensor, form: Form) -> tuple[Tensor, ...]:
-    kept, full, (width, padded) = x.shape[0] if form.save else 0, form.space == "hidden", merged.shape
-    beside = padded if x.dtype in (torch.bfloat16, torch.float16) else 0  # t comes from the same product as W b
-    return (
-        x.new_zeros(kept, padded),
-        x.new_zeros(0 if form.space == "none" else kept, padded),
-        x.new_zeros(kept if full else 0, dtype=torch.float32),
-        x.new_zeros(kept, width + beside) if full and form.save else x.new_zeros(0),
-    )
+def _saved_shapes(x: Tensor, y: Tensor, gram: Tensor, form: Form) -> tuple[Tensor, ...]:
+    """Those of `triton_complement.Saved`, and of W b."""
+    projected, normalised, full = form.space != "none", form.normalise, form.space == "hidden"
+    wide = (x.new_zeros(x.shape[0] if wanted else 0, gram.shape[0]) for wanted in (projected, normalised))
+    numbers = (x.new_zeros(x.shape[0] if wanted else 0, dtype=torch.float32) for wanted in (normalised, full, full))
+    return *wide, *numbers, torch.zeros_like(y) if full else x.new_zeros(0)
 
 
 # Gradients.
@@ -260,13 +292,35 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 def _remember_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.count, ctx.rest = 3, inputs[3:]
+    ctx.mark_non_differentiable(output[1])  # the gradient of G comes with that of S
 
 
-def _afbo_gradients(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    dx, dweight, dbias_in, flat, *others = _afbo_backward(dy, *args)
-    maps, hidden = args[3:7], args[3].shape[0]
-    parts = zip(flat.split([9 * hidden, hidden, 9 * hidden, hidden]), maps, strict=True)
-    return dx, dweight, dbias_in, *(g if item is None else g.view_as(item).to(item.dtype) for g, item in parts), *others
+def _afbo_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    weight_in, bias_in, maps, (bias, gate) = args[1], args[2], args[3:7], args[9:11]
+    form, hidden = Form(*args[19:]), args[3].shape[0]
+    dx, dweight, flat, dstack, ends = _afbo_backward(dy, *args)
+    *parts, sums = flat.split([9 * hidden, hidden, 9 * hidden, hidden, 2 * hidden])
+    dmaps = (
+        part if item is None else part.view_as(item).to(item.dtype) for part, item in zip(parts, maps, strict=True)
+    )
+    dbias_in, dbias, dgate = sums, ends[: dy.shape[1]], ends[dy.shape[1] :].sum().view(1)
+    if bias_in is not None:
+        dbias_in = F.pad(sums, (0, weight_in.shape[0] - 2 * hidden))
+        if form.gate == "logit":
+            dbias_in = torch.cat([dbias_in[:-GATE_COLUMNS], F.pad(dgate, (0, GATE_COLUMNS - 1))])
+        dbias_in = dbias_in.to(bias_in.dtype)
+    dbias = dbias if bias is None else dbias.to(bias.dtype)
+    dgate = dgate if gate is None else dgate.view_as(gate)
+    return dx, dweight, dbias_in, *dmaps, dstack, None, dbias, dgate
+
+
+def _complement_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    gate, bias = args[3], args[6]
+    db, du, dv, dgate, dstack, ends = _complement_backward(dy, *args)
+    dbias, parts = ends.split([dy.shape[1], GATE_PARTS])
+    if Form(*args[14:]).gate == "scalar":
+        dgate = parts.sum().view_as(gate).to(gate.dtype)
+    return db, du, dv, dgate, dstack, None, dbias if bias is None else dbias.to(bias.dtype)
 
 
 def _differentiate(function: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,20 +331,20 @@ def _differentiate(function: Callable[..., Any], backward: Callable[..., Any]) -
         inputs: Sequence[Any] = saved[: ctx.count]
         if upstream[0] is None:
             return (None,) * (ctx.count + len(ctx.rest))
-        given: Any = upstream if function is plain.fold else upstream[:1]
+        given = upstream[:1]
         if torch.is_grad_enabled():
             found = plain.differentiable_gradients(function, given, inputs, ctx.rest)
         else:
-            tail = ctx.rest[:1] if function is plain.fold else ctx.rest  # space, without the dtype
+            tail = ctx.rest[:1] if function is _plain_stack else ctx.rest  # space, without the dtype
             found = backward(*given, *saved, *tail)
         return *(None if item is None else g for item, g in zip(inputs, found, strict=True)), *(None for _ in ctx.rest)
 
     return gradient
 
 
-fold.register_autograd(_differentiate(plain.fold, _fold_backward), setup_context=_remember_weights)
+fold.register_autograd(_differentiate(_plain_stack, _fold_backward), setup_context=_remember_weights)
 afbo.register_autograd(_differentiate(plain.afbo, _afbo_gradients), setup_context=_remember)
-complement.register_autograd(_differentiate(plain.complement, _complement_backward), setup_context=_remember)
+complement.register_autograd(_differentiate(plain.complement, _complement_gradients), setup_context=_remember)
 
 
 # Small things.
@@ -318,5 +372,11 @@ def _like(given: Tensor | None, x: Tensor) -> Tensor:
     return x.new_empty(0) if given is None else torch.empty_like(given)
 
 
-def _as(gradient: Tensor, given: Tensor | None) -> Tensor:
-    return gradient if given is None else gradient.to(given.dtype)
+def _both_columns(stack: Tensor, gram: Tensor | None) -> int:
+    """Of [b | z]: rows of whole 64 bytes in half precision, which cuBLAS's products over tokens like better."""
+    return stack.shape[1] if gram is None else stack.shape[1] + -stack.shape[1] % 32
+
+
+def _like_sums(x: Tensor, count: int) -> Tensor:
+    """Sums over tokens: fp32 from kernels, x's own dtype from plain PyTorch."""
+    return x.new_empty(count, dtype=torch.float32 if on_kernels(x) else x.dtype)

@@ -14,6 +14,7 @@ from oqc.ops.rankspace import full_coefficients
 from oqc.ops.reference import main_feature, orthogonalize, quadratic, upcast
 
 GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
+GATE_PARTS = 4  # numbers that add up to the gradient of a gate
 
 
 class Form(NamedTuple):
@@ -43,28 +44,34 @@ def split(proj: Tensor, hidden: int, form: Form) -> tuple[Any, ...]:
     return a, c, proj[:, first : first + padded], proj[:, first + padded : first + 2 * padded], logit
 
 
-def fold(
-    weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """S = [W; P] (full: [W; O^T]; no orthogonalisation: W), M = W O and G = O^T O, with the rank padded by zeros."""
-    wide = F.pad(lift, (0, -lift.shape[1] % 8))  # [H, padded R]
-    merged, gram = upcast(weight) @ upcast(wide), upcast(wide).T @ upcast(wide)
-    stack = weight.clone() if space == "none" else torch.cat([weight, wide.T])
-    if space == "rank":
-        assert project is not None
-        stack = torch.cat([weight, F.pad(project, (0, 0, 0, -lift.shape[1] % 8))])
-    return stack.to(dtype), merged.to(dtype), gram
+def width_of(stack: Tensor, gram: Tensor | None, form: Form) -> int:
+    """D: S has as many rows and, with a complement, those of P and of G."""
+    return stack.shape[0] if gram is None else stack.shape[0] - gram.shape[0] * (1 if form.space == "none" else 2)
+
+
+def fold(weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """S = [W M; P 0; 0 G] (full: O^T for P; no orthogonalisation: no such rows) and G, with M = W O, G = O^T O and the
+    rank padded by zeros, of layers along the first axis."""
+    extra = -lift.shape[2] % 8
+    wide = upcast(F.pad(lift, (0, extra)))  # [layers, H, padded R]
+    gram = wide.mT @ wide
+    rows = [torch.cat([upcast(weight), upcast(weight) @ wide], 2)]
+    if space != "none":
+        project = wide.mT if project is None else upcast(F.pad(project, (0, 0, 0, extra)))
+        rows.append(F.pad(project, (0, wide.shape[2])))
+    rows.append(F.pad(gram, (wide.shape[1], 0)))
+    return torch.cat(rows, 1).to(dtype), gram
 
 
 def afbo(*args: Any) -> Tensor:
-    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, merged, gram, bias, gate = args[:12]
-    form = Form(*args[12:])
-    a, c, u, v, logit = split(F.linear(x, weight_in, cast(bias_in, x)), stack.shape[1], form)
+    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, gram, bias, gate = args[:11]
+    form = Form(*args[11:])
+    a, c, u, v, logit = split(F.linear(x, weight_in, cast(bias_in, x)), tap_a.shape[0], form)
     b = F.gelu(_spatial(a, tap_a, bias_a, form)) * _spatial(c, tap_c, bias_c, form)
     if form.space == "host":
         return F.linear(b, stack, cast(bias, x))
     value = gate if logit is None else torch.sigmoid(upcast(logit[:, 0]))
-    return complement(b, u, v, value, stack, merged, gram, bias, *form)
+    return complement(b, u, v, value, stack, gram, bias, *form)
 
 
 def _spatial(a: Tensor, tap: Tensor, bias: Tensor | None, form: Form) -> Tensor:
@@ -75,12 +82,15 @@ def _spatial(a: Tensor, tap: Tensor, bias: Tensor | None, form: Form) -> Tensor:
 
 
 def complement(*args: Any) -> Tensor:
-    b, u, v, gate, stack, merged, gram, bias = args[:8]
-    form, width, hidden = Form(*args[8:]), merged.shape[0], b.shape[1]
+    b, u, v, gate, stack, gram, bias = args[:7]
+    form, hidden = Form(*args[7:]), b.shape[1]
+    width = width_of(stack, gram, form)
+    corner = upcast(stack[-gram.shape[0] :, hidden:])
+    gram = corner + (gram - corner).detach()  # in full precision, with its gradient in S
     q = quadratic(u[:, : form.rank], v[:, : form.rank], form.eps)
     gate = upcast(gate).unsqueeze(-1) if gate.dim() else upcast(gate)
-    host = F.linear(b, stack[:width])
-    t = F.linear(upcast(b), upcast(stack[width : width + form.rank]))  # P b, O^T b or nothing
+    host = F.linear(b, stack[:width, :hidden])
+    t = F.linear(upcast(b), upcast(stack[width : width + form.rank, :hidden]))  # P b, O^T b or nothing
     if form.space == "rank":
         q = orthogonalize(q, main_feature(t, form.eps), form.eps)
     energy = ((q @ gram[: form.rank, : form.rank]) * q).sum(-1, keepdim=True).clamp_min(0)
@@ -90,7 +100,7 @@ def complement(*args: Any) -> Tensor:
         host = (upcast(host) * (1 + kappa)).to(b.dtype)
     else:
         z = gate * (torch.rsqrt(energy / hidden + form.eps) * q if form.normalise else q)
-    y = host + F.linear(z.to(b.dtype), merged[:, : form.rank])
+    y = host + F.linear(z.to(b.dtype), stack[:width, hidden : hidden + form.rank])
     return y if bias is None else y + bias.to(y.dtype)
 
 

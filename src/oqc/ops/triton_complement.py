@@ -1,29 +1,32 @@
-"""The complement in one kernel per direction: from b, u, v to the network's output, in rank space.
+"""The complement in rank space: coefficients, combination, gradients.
 
-With S = [W; P] stacked (full OQC: [W; O^T]), G = O^T O and M = W O (`rankspace` has the identity), per token:
+With S = [W M; P 0; 0 G], M = W O and G = O^T O (`triton_fold`; full OQC: O^T for P), `rankspace`'s identity per token:
 
-    t = P b (full: O^T b)   and   q = RMSNorm(u * v)   give   kappa, z   as in `rankspace.coefficients`
-    y = (1 + kappa) W b + M z + bias
+    coefficients   t = P b (full: O^T b) and q = RMSNorm(u * v) give kappa and z as in `rankspace.coefficients`
+    then           y = [b | z] [W M]^T + bias, one GEMM where b and z lie side by side and kappa is 0;
+    combination    y = (1 + kappa) W b + M z + bias elsewhere
+    gradients      dz = dy M, then [(1 + kappa) dy | dt | w], du, dv and the gate's, with q recomputed from u and v
 
-A program takes a block of tokens. In half precision one GEMM against S gives W b and t, and the kernel goes on from
-there; in fp32 it computes t itself, with three tf32 products for one. The backward recomputes everything
-of rank size from u, v and t. It writes [(1 + kappa) dy | dt] side by side, so that one GEMM against S yields db and one
-against b the gradients of W and P. Ranks are padded to a power of two and masked; everything is fp32 inside. Gradients
-of G, bias and gate are per-program partials added in a fixed order: no atomics, bit-reproducible.
+One GEMM of the last buffer's first columns against S yields db, and one of all of it against [b | z] the gradient of S.
+That of G is a sum over tokens of e p p^T, p being what is left of q and z a multiple of it: w is the other factor.
+
+A program takes a block of tokens and all of the rank, padded to a power of two and masked, and is fp32 inside. The
+gradients take two kernels, so that neither holds many tiles of that size at once. Those of bias and gate are
+per-program partials added in a fixed order: no atomics, bit-reproducible.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from oqc.ops.triton_spatial import processors
+from oqc.ops.plain import GATE_PARTS
 from oqc.ops.triton_sums import column_sums
 
 HIDDEN, RANK, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -31,8 +34,6 @@ SCALAR, TOKEN, LOGIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 SPACES = {"hidden": 0, "rank": 1, "none": 2}
 GATES = {"scalar": 0, "token": 1, "logit": 2}
-
-PROGRAMS_PER_SM = 2  # of the backward, which walks over the token blocks
 
 
 @triton.jit
@@ -53,13 +54,6 @@ def _rms_norm(x, width: tl.constexpr, eps):
 @triton.jit
 def _rms_norm_grad(dy, y, scale, width: tl.constexpr):
     return scale[:, None] * (dy - y * (tl.sum(dy * y, 1) / width)[:, None])
-
-
-@triton.jit
-def _energy(q, gram, PRECISION: tl.constexpr):
-    """G q and q^T G q = |O q|^2."""
-    gq = tl.dot(q, gram, input_precision=PRECISION)
-    return gq, tl.maximum(tl.sum(gq * q, 1), 0.0)
 
 
 @triton.jit
@@ -96,14 +90,14 @@ def _full(q, t, power, energy, hidden: tl.constexpr, eps):
 
 
 @triton.jit
-def _full_grad(dzq, dkappa, gate, power, energy, scalars, hidden: tl.constexpr, eps):
-    """From <dz, q> and dkappa: gradients of the gate, <q, t>, |b|^2 and q^T G q."""
+def _full_grad(dzq, dkappa, power, energy, scalars, hidden: tl.constexpr, eps):
+    """From <dz, q> and dkappa: gradients of the gate and, up to its factor, of <q, t>, |b|^2 and q^T G q."""
     scale_a, scale_b, qt, inner, main, c, rest, scale_r = scalars
     dgate = scale_a * scale_r * dzq - c * scale_b * scale_r * dkappa
-    da = gate * scale_r * dzq
-    db = -gate * c * scale_r * dkappa
-    dc = -gate * scale_b * scale_r * dkappa
-    dr = gate * (scale_a * dzq - c * scale_b * dkappa)
+    da = scale_r * dzq
+    db = -c * scale_r * dkappa
+    dc = -scale_b * scale_r * dkappa
+    dr = scale_a * dzq - c * scale_b * dkappa
     drest = tl.where(rest >= 0.0, -0.5 * dr * scale_r * scale_r * scale_r / hidden, 0.0)
     dc += drest * 2.0 * (c * main - inner)
     dinner = -2.0 * c * drest + dc / (main + eps)
@@ -132,21 +126,19 @@ def _load_rows(base, row, live, stride: tl.constexpr, column, limit: tl.constexp
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _complement_forward(
-    b,  # [T, H]
+def _coefficients(
+    b,  # [T, H], row stride b_row; full only
     u,  # [T, R]
     v,
     gate,
-    stack,  # S [D + padded R, H]
-    merged,  # M [D, padded R]
+    stack,  # S [D + 2 padded R, H + padded R]; full only
     gram,  # G [padded R, padded R] fp32
-    bias,  # [D]
-    host,  # W b [T, D], row stride host_row
-    y,  # [T, D]
-    z,  # [T, padded R], where SAVE
-    given,  # P b or O^T b [T, padded R], row stride host_row, where GIVEN
-    t,  # [T, padded R], where SAVE
-    power,  # |b|^2 [T] fp32, where SAVE
+    z,  # [T, z_columns], row stride z_row, with zeros behind padded R
+    t,  # [T, padded R]; full: written here, where SAVE
+    gp,  # G p [T, padded R], p what is left of q, where SAVE and NORMALISE
+    energy,  # p^T G p = |O p|^2 [T] fp32, likewise
+    power,  # |b|^2 [T] fp32, full only
+    keep,  # 1 + kappa [T] fp32, full only
     tokens,
     eps,
     hidden: tl.constexpr,
@@ -154,97 +146,169 @@ def _complement_forward(
     padded: tl.constexpr,
     width: tl.constexpr,
     columns: tl.constexpr,  # of u and v: R, or padded R with zeros
+    b_row: tl.constexpr,
     u_row: tl.constexpr,
     v_row: tl.constexpr,
     gate_row: tl.constexpr,
-    host_row: tl.constexpr,
+    z_columns: tl.constexpr,
+    z_row: tl.constexpr,
     SPACE: tl.constexpr,
     NORMALISE: tl.constexpr,
     GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SAVE: tl.constexpr,
-    GIVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     row = tl.arange(0, BLOCK_T)  # within the block
     live = row < tokens - first
     r = tl.arange(0, BLOCK_R)
-    half = b.dtype.element_ty
-    main = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    size = tl.zeros([BLOCK_T], tl.float32)
-    if GIVEN:
-        main = _load_rows(given + first * host_row, row, live, host_row, r, padded).to(tl.float32)
-    if SPACE == HIDDEN or (SPACE == RANK and not GIVEN):
+    wide = live[:, None] & (r < padded)[None, :]
+    at = row[:, None] * padded + r[None, :]
+    if SPACE == RANK:
+        main = _load_rows(t + first * padded, row, live, padded, r, padded).to(tl.float32)
+    if SPACE == HIDDEN:  # b has to be read anyway
+        main = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+        size = tl.zeros([BLOCK_T], tl.float32)
         for start in range(0, hidden, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
-            b_k = _load_rows(b + first * hidden, row, live, hidden, k, hidden)
-            if not GIVEN:
-                p_k = _load_rows(stack + width * hidden, r, r < padded, hidden, k, hidden)
-                main = _dot(b_k, tl.trans(p_k), main, PRECISION)
-            if SPACE == HIDDEN:
-                size += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
+            b_k = _load_rows(b + first * b_row, row, live, b_row, k, hidden)
+            o_k = _load_rows(stack + width * (hidden + padded), r, r < padded, hidden + padded, k, hidden)
+            main = _dot(b_k, tl.trans(o_k), main, PRECISION)
+            size += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
+        if SAVE:
+            tl.store(t + first * padded + at, main.to(t.dtype.element_ty), mask=wide)
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
     q, _ = _rms_norm(u_r * v_r, rank, eps)
-    g = _load_gate(gate, first, row, live, gate_row, GATE)
-    scale = g
+    scale = _load_gate(gate, first, row, live, gate_row, GATE)
     if SPACE == RANK:
         _m, _ms, _mm, _share, q, _ps = _against_main(q, main, rank, eps)
     if NORMALISE:
-        _gq, energy = _energy(q, _load_rows(gram, r, r < padded, padded, r, padded), PRECISION)
+        gq = tl.dot(q, _load_rows(gram, r, r < padded, padded, r, padded), input_precision=PRECISION)
+        e = tl.maximum(tl.sum(gq * q, 1), 0.0)
+        if SAVE:
+            tl.store(gp + first * padded + at, gq.to(gp.dtype.element_ty), mask=wide)
+            tl.store(energy + first + row, e, mask=live)
         if SPACE == HIDDEN:
-            scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(q, main, size, energy, hidden, eps)
-            keep = 1.0 - g * c * scale_b * scale_r  # 1 + kappa
-            scale = g * scale_a * scale_r
-        else:
-            scale = g * tl.rsqrt(energy / hidden + eps)
-    z_r = (scale[:, None] * q).to(half)
-    wide = live[:, None] & (r < padded)[None, :]
-    if SAVE:
-        tl.store(z + first * padded + row[:, None] * padded + r[None, :], z_r, mask=wide)
-        if SPACE != NONE:
-            tl.store(t + first * padded + row[:, None] * padded + r[None, :], main.to(t.dtype.element_ty), mask=wide)
-        if SPACE == HIDDEN:
+            scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(q, main, size, e, hidden, eps)
+            tl.store(keep + first + row, 1.0 - scale * c * scale_b * scale_r, mask=live)
             tl.store(power + first + row, size, mask=live)
-    for start in range(0, width, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        m_d = _load_rows(merged, d, d < width, padded, r, padded)
-        branch = _dot(z_r, tl.trans(m_d), tl.zeros([BLOCK_T, BLOCK_D], tl.float32), PRECISION)
-        at = row[:, None] * width + d[None, :]
-        inside = live[:, None] & (d < width)[None, :]
-        wb_at = host + first * host_row + row[:, None] * host_row + d[None, :]
-        wb = tl.load(wb_at, mask=inside, other=0.0).to(tl.float32)
-        if SPACE == HIDDEN:
-            wb = keep[:, None] * wb
-        value = wb + branch
-        if HAS_BIAS:
-            value += tl.load(bias + d, mask=d < width, other=0.0).to(tl.float32)[None, :]
-        tl.store(y + first * width + at, value.to(half), mask=inside)
+            scale = scale * scale_a * scale_r
+        else:
+            scale = scale * tl.rsqrt(e / hidden + eps)
+    z_r = (scale[:, None] * q).to(z.dtype.element_ty)
+    out = z + first * z_row + row[:, None] * z_row
+    tl.store(out + r[None, :], z_r, mask=wide)
+    if z_columns > padded:
+        rest = padded + tl.arange(0, 32)[None, :]
+        tl.store(out + rest, tl.zeros([BLOCK_T, 32], z_r.dtype), mask=live[:, None] & (rest < z_columns))
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _complement_backward(
+def _combination(
+    host,  # W b [T, D]
+    z,  # [T, padded R], row stride z_row
+    stack,
+    bias,  # [D]
+    keep,  # [T] fp32, where KEEP
+    y,  # [T, D]; may be host
+    tokens,
+    hidden: tl.constexpr,
+    padded: tl.constexpr,
+    width: tl.constexpr,
+    z_row: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    row = tl.arange(0, BLOCK_T)
+    live = row < tokens - first
+    r = tl.arange(0, BLOCK_R)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    value = _load_rows(host + first * width, row, live, width, d, width).to(tl.float32)
+    if KEEP:
+        value = tl.load(keep + first + row, mask=live, other=0.0)[:, None] * value
+    z_r = _load_rows(z + first * z_row, row, live, z_row, r, padded)
+    m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
+    value = _dot(z_r, tl.trans(m_d), value, PRECISION)
+    if HAS_BIAS:
+        value += tl.load(bias + d, mask=d < width, other=0.0).to(tl.float32)[None, :]
+    at = y + first * width + row[:, None] * width + d[None, :]
+    tl.store(at, value.to(y.dtype.element_ty), mask=live[:, None] & (d < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _gradient_of_z(
     dy,  # [T, D]
     host,  # W b [T, D], full only
+    keep,  # [T] fp32, full only
+    stack,
+    stacked,  # [(1 + kappa) dy | ... | dz], row stride stacked_row
+    dkappa,  # [T] fp32, full only
+    part,  # [token blocks, D + PARTS] fp32: of the bias's gradient
+    tokens,
+    hidden: tl.constexpr,
+    padded: tl.constexpr,
+    width: tl.constexpr,
+    used: tl.constexpr,  # columns of stacked
+    stacked_row: tl.constexpr,
+    KEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    first = block * BLOCK_T
+    row = tl.arange(0, BLOCK_T)  # within the block
+    live = row < tokens - first
+    r = tl.arange(0, BLOCK_R)
+    out = stacked + first * stacked_row + row[:, None] * stacked_row
+    dz = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    if KEEP:
+        along = tl.zeros([BLOCK_T], tl.float32)
+        scale = tl.load(keep + first + row, mask=live, other=0.0)[:, None]
+    for start in range(0, width, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        dy_d = _load_rows(dy + first * width, row, live, width, d, width)
+        m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
+        dz = _dot(dy_d, m_d, dz, PRECISION)
+        tl.store(part + block * (width + PARTS) + d, tl.sum(dy_d.to(tl.float32), 0), mask=d < width)
+        if KEEP:
+            wb = _load_rows(host + first * width, row, live, width, d, width)
+            along += tl.sum(dy_d.to(tl.float32) * wb.to(tl.float32), 1)
+            dy_d = (scale * dy_d.to(tl.float32)).to(dy.dtype.element_ty)
+        tl.store(out + d[None, :], dy_d, mask=live[:, None] & (d < width)[None, :])
+    if KEEP:
+        tl.store(dkappa + first + row, along, mask=live)
+    at = out + (used - padded) + r[None, :]
+    tl.store(at, dz.to(stacked.dtype.element_ty), mask=live[:, None] & (r < padded)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _gradients(
+    stacked,  # [(1 + kappa) dy | ... | dz] comes in, [(1 + kappa) dy | dt | w] leaves; row stride stacked_row
+    dkappa,  # [T] fp32, full only
     u,
     v,
     gate,
     t,  # [T, padded R]
-    power,  # [T] fp32, full only
-    merged,  # M [D, padded R]
-    gram,
+    gp,
+    energy,
+    power,
     du,  # [T, columns]
     dv,
-    stacked,  # [(1 + kappa) dy | dt]: [T, D + padded R]
     dpower,  # [T] fp32, full only
     dgate,  # [T] (token), [T, 16] (logit), else unused
-    part,  # [programs, padded R * padded R + 1] fp32: of dG, then of the gate's gradient
-    bias_part,  # [token blocks, D] fp32
+    part,  # [token blocks, D + PARTS] fp32: of the gate's gradient, PARTS programs to a block
     tokens,
     eps,
     hidden: tl.constexpr,
@@ -258,111 +322,107 @@ def _complement_backward(
     dv_row: tl.constexpr,
     gate_row: tl.constexpr,
     dgate_row: tl.constexpr,
-    host_row: tl.constexpr,
+    used: tl.constexpr,
+    stacked_row: tl.constexpr,
     SPACE: tl.constexpr,
     NORMALISE: tl.constexpr,
     GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
-    pid = tl.program_id(0)
+    block = tl.program_id(0).to(tl.int64)
+    first = block * BLOCK_T
     row = tl.arange(0, BLOCK_T)  # within the block
+    live = row < tokens - first
     r = tl.arange(0, BLOCK_R)
-    half = dy.dtype.element_ty
-    gram_acc = tl.zeros([BLOCK_R, BLOCK_R], tl.float32)
-    gate_acc = tl.zeros([BLOCK_T], tl.float32)
+    half = du.dtype.element_ty
+    out = stacked + first * stacked_row
+    dz = _load_rows(out + (used - padded), row, live, stacked_row, r, padded).to(tl.float32)
+    u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
+    v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
+    q, q_scale = _rms_norm(u_r * v_r, rank, eps)
+    g = _load_gate(gate, first, row, live, gate_row, GATE)
+    p = q
+    if SPACE != NONE:
+        t_r = _load_rows(t + first * padded, row, live, padded, r, padded).to(tl.float32)
+    if SPACE == RANK:
+        m, m_scale, main, share, p, p_scale = _against_main(q, t_r, rank, eps)
     if NORMALISE:
-        gram_r = _load_rows(gram, r, r < padded, padded, r, padded)
-    for block in range(pid, tl.cdiv(tokens, BLOCK_T), tl.num_programs(0)):
-        first = block * tl.full([], BLOCK_T, tl.int64)
-        live = row < tokens - first
-        u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
-        v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
-        q, q_scale = _rms_norm(u_r * v_r, rank, eps)
-        g = _load_gate(gate, first, row, live, gate_row, GATE)
-        if SPACE != NONE:
-            t_r = _load_rows(t + first * padded, row, live, padded, r, padded).to(tl.float32)
-        p = q
-        if SPACE == RANK:
-            m, m_scale, main, share, p, p_scale = _against_main(q, t_r, rank, eps)
-        if NORMALISE:
-            gp, energy = _energy(p, gram_r, PRECISION)
-        if SPACE == HIDDEN:
-            size = tl.load(power + first + row, mask=live, other=0.0)
-            scalars = _full(q, t_r, size, energy, hidden, eps)
-            scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = scalars
-            keep = 1.0 - g * c * scale_b * scale_r  # 1 + kappa
-        out = stacked + first * (width + padded)
-        dz = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-        dkappa = tl.zeros([BLOCK_T], tl.float32)
-        for start in range(0, width, BLOCK_D):
-            d = start + tl.arange(0, BLOCK_D)
-            dy_d = _load_rows(dy + first * width, row, live, width, d, width)
-            m_d = _load_rows(merged, d, d < width, padded, r, padded)
-            dz = _dot(dy_d, m_d, dz, PRECISION)
-            inside = live[:, None] & (d < width)[None, :]
-            if HAS_BIAS:
-                tl.store(bias_part + block * width + d, tl.sum(dy_d.to(tl.float32), 0), mask=d < width)
-            if SPACE == HIDDEN:
-                wb = _load_rows(host + first * host_row, row, live, host_row, d, width)
-                dkappa += tl.sum(dy_d.to(tl.float32) * wb.to(tl.float32), 1)
-                dy_d = (keep[:, None] * dy_d.to(tl.float32)).to(half)
-            if SPACE != NONE:
-                tl.store(out + row[:, None] * (width + padded) + d[None, :], dy_d, mask=inside)
-        dzp = tl.sum(dz * p, 1)
-        if SPACE == HIDDEN:
-            dg, dqt, dsize, denergy = _full_grad(dzp, dkappa, g, size, energy, scalars, hidden, eps)
-            dp = (g * scale_a * scale_r)[:, None] * dz + dqt[:, None] * t_r
-            dt = dqt[:, None] * q
-            tl.store(dpower + first + row, dsize, mask=live)
-        elif NORMALISE:
-            scale = tl.rsqrt(energy / hidden + eps)
-            dg = scale * dzp
-            denergy = -0.5 * g * dzp * scale * scale * scale / hidden
-            dp = (g * scale)[:, None] * dz
-        else:
-            dg = dzp
-            dp = g[:, None] * dz
-        if NORMALISE:
-            dp += (2.0 * denergy)[:, None] * gp
-            gram_acc = _dot(tl.trans(denergy[:, None] * p), p, gram_acc, PRECISION)
-        if SPACE == RANK:
-            dp, dt = _against_main_grad(dp, q, m, m_scale, main, share, p, p_scale, rank)
-        if SPACE != NONE:
-            at = out + row[:, None] * (width + padded) + width + r[None, :]
-            tl.store(at, dt.to(half), mask=live[:, None] & (r < padded)[None, :])
-        ds = _rms_norm_grad(dp, q, q_scale, rank)
-        wide = live[:, None] & (r < columns)[None, :]
-        tl.store(du + first * du_row + row[:, None] * du_row + r[None, :], (ds * v_r).to(half), mask=wide)
-        tl.store(dv + first * dv_row + row[:, None] * dv_row + r[None, :], (ds * u_r).to(half), mask=wide)
-        if GATE == TOKEN:
-            tl.store(dgate + first * dgate_row + row * dgate_row, dg, mask=live)
-        if GATE == LOGIT:
-            dg = dg * g * (1.0 - g)
-            lane = tl.arange(0, 16)
-            block16 = tl.where(lane[None, :] == 0, dg[:, None], 0.0)
-            at = dgate + first * dgate_row + row[:, None] * dgate_row + lane[None, :]
-            tl.store(at, block16.to(dgate.dtype.element_ty), mask=live[:, None] & (lane < 16)[None, :])
-        gate_acc += tl.where(live, dg, 0.0)
-    part += pid.to(tl.int64) * (padded * padded + 1)
-    tl.store(part + padded * padded, tl.sum(gate_acc, 0))
-    if NORMALISE:
-        at = part + r[:, None] * padded + r[None, :]
-        tl.store(at, gram_acc, mask=(r < padded)[:, None] & (r < padded)[None, :])
+        e = tl.load(energy + first + row, mask=live, other=0.0)
+    dzp = tl.sum(dz * p, 1)
+    if SPACE == HIDDEN:
+        size = tl.load(power + first + row, mask=live, other=0.0)
+        scalars = _full(q, t_r, size, e, hidden, eps)
+        scale = scalars[0] * scalars[7]
+        dk = tl.load(dkappa + first + row, mask=live, other=0.0)
+        dg, dqt, dsize, denergy = _full_grad(dzp, dk, size, e, scalars, hidden, eps)
+        tl.store(dpower + first + row, g * dsize, mask=live)
+        dp = (g * scale)[:, None] * dz + (g * dqt)[:, None] * t_r
+        dt = (g * dqt)[:, None] * q
+    elif NORMALISE:
+        scale = tl.rsqrt(e / hidden + eps)
+        dg = scale * dzp
+        denergy = -0.5 * dzp * scale * scale * scale / hidden
+        dp = (g * scale)[:, None] * dz
+    else:
+        dg = dzp
+        dp = g[:, None] * dz
+    wide = live[:, None] & (r < padded)[None, :]
+    at = out + row[:, None] * stacked_row + r[None, :]
+    if NORMALISE:  # denergy lacks the gate's factor: z has it
+        gp_r = _load_rows(gp + first * padded, row, live, padded, r, padded).to(tl.float32)
+        dp += (2.0 * g * denergy)[:, None] * gp_r
+        w = (denergy / scale)[:, None] * p
+    else:
+        w = tl.zeros_like(p)
+    tl.store(at + (used - padded), w.to(half), mask=wide)
+    if SPACE == RANK:
+        dp, dt = _against_main_grad(dp, q, m, m_scale, main, share, p, p_scale, rank)
+    if SPACE != NONE:
+        tl.store(at + width, dt.to(half), mask=wide)
+    ds = _rms_norm_grad(dp, q, q_scale, rank)
+    wide = live[:, None] & (r < columns)[None, :]
+    tl.store(du + first * du_row + row[:, None] * du_row + r[None, :], (ds * v_r).to(half), mask=wide)
+    tl.store(dv + first * dv_row + row[:, None] * dv_row + r[None, :], (ds * u_r).to(half), mask=wide)
+    if GATE == TOKEN:
+        tl.store(dgate + first * dgate_row + row * dgate_row, dg, mask=live)
+    if GATE == LOGIT:
+        dg = dg * g * (1.0 - g)
+        lane = tl.arange(0, 16)
+        block16 = tl.where(lane[None, :] == 0, dg[:, None], 0.0)
+        to = dgate + first * dgate_row + row[:, None] * dgate_row + lane[None, :]
+        tl.store(to, block16.to(dgate.dtype.element_ty), mask=live[:, None] & (lane < 16)[None, :])
+    to = part + block // PARTS * (width + PARTS) + width + block % PARTS
+    tl.store(to, tl.sum(tl.where(live, dg, 0.0), 0))
 
 
-def forward(
-    b: Tensor,  # [T, H], contiguous
+class Saved(NamedTuple):
+    """What the gradients need of the forward, each empty where there is none."""
+
+    t: Tensor  # P b, or O^T b: [T, padded R]
+    gp: Tensor  # G p [T, padded R], with p what is left of q
+    energy: Tensor  # p^T G p = |O p|^2 [T] fp32
+    power: Tensor  # |b|^2 [T] fp32, full only
+    keep: Tensor  # 1 + kappa [T] fp32, full only
+
+    @classmethod
+    def of(cls, t: Tensor, tokens: int, space: str, normalise: bool, save: bool) -> Saved:
+        def numbers(wanted: bool) -> Tensor:
+            return t.new_empty(tokens if wanted else 0, dtype=torch.float32)
+
+        again, full = save and normalise, space == "hidden"
+        gp = t.new_empty(tokens if again else 0, t.shape[1])
+        return cls(t, gp, numbers(again), numbers(full), numbers(full))
+
+
+def coefficients(
+    b: Tensor,  # [T, H], any row stride
     u: Tensor,  # [T, R], or padded with zeros; any row stride
     v: Tensor,
     gate: Tensor,  # [] (scalar), [T] values (token) or logits (logit), any stride
-    stack: Tensor,  # S [D + padded R, H]; without the tail where space is "none"
-    merged: Tensor,  # M [D, padded R]
+    stack: Tensor,  # S [D (+ padded R) + padded R, H + padded R]
     gram: Tensor,  # G [padded R, padded R] fp32
-    bias: Tensor | None,
     *,
     rank: int,
     space: str,
@@ -370,75 +430,92 @@ def forward(
     gate_kind: str,
     eps: float,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [T, D], and what the backward needs: z, t, |b|^2 and W b (each empty where it does not)."""
-    (tokens, hidden), (width, padded) = b.shape, merged.shape
+    out: Tensor,  # z [T, padded R], or up to 31 columns more, which become 0; any row stride
+) -> Saved:
+    """Writes z. Returns what the gradients need; without `save` only some of it is there."""
+    (tokens, hidden), padded = b.shape, gram.shape[0]
     half = b.dtype != torch.float32
-    given = half and space != "none"  # one GEMM gives W b and P b
-    block_r = max(16, triton.next_power_of_2(padded))
-    host = b @ (stack if given else stack[:width]).T
-    y = b.new_empty(tokens, width)
-    kept = tokens if save else 0
-    z = b.new_empty(kept, padded)
-    t = b.new_empty(kept if space != "none" else 0, padded, dtype=b.dtype if given else torch.float32)
-    power = b.new_empty(kept if space == "hidden" else 0, dtype=torch.float32)
-    block_t = 64 if half and block_r <= 64 else 32
-    _complement_forward[(triton.cdiv(tokens, block_t),)](
+    block_r = _block_r(padded)
+    block_t = 64 if half and space == "hidden" and block_r <= 64 else 32
+    t = (
+        b @ stack[-2 * padded : -padded, :hidden].T
+        if space == "rank"
+        else b.new_empty(tokens if space == "hidden" else 0, padded)
+    )
+    saved = Saved.of(t, tokens, space, normalise, save)
+    _coefficients[(triton.cdiv(tokens, block_t),)](
         b,
         u,
         v,
         gate,
         stack,
-        merged,
         gram,
-        gram if bias is None else bias,
-        host,
-        y,
-        z,
-        host[:, width:] if given else host,
-        t,
-        power,
+        out,
+        *saved,
         tokens,
         eps,
         hidden,
         rank,
         padded,
-        width,
+        stack.shape[0] - 2 * padded,
         u.shape[1],
+        b.stride(0),
         u.stride(0),
         v.stride(0),
         gate.stride(0) if gate.dim() else 0,
-        host.stride(0),
+        out.shape[1],
+        out.stride(0),
         SPACE=SPACES[space],
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
-        HAS_BIAS=bias is not None,
         SAVE=save,
-        GIVEN=given,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
         BLOCK_K=64 if half else 32,
-        BLOCK_D=64 if half else 32,
         num_warps=4,
         num_stages=3 if half else 2,
     )
-    return y, z, t, power, host if space == "hidden" and save else b.new_empty(0)
+    return saved
 
 
-def backward(
+def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, keep: Tensor, out: Tensor) -> Tensor:
+    """keep W b + M z + bias, with keep 1 where it is empty; `out` may be `host`."""
+    (tokens, width), padded = host.shape, z.shape[1]
+    half = host.dtype != torch.float32
+    block_t, block_d = (64, 64) if half else (32, 32)
+    _combination[(triton.cdiv(tokens, block_t), triton.cdiv(width, block_d))](
+        host,
+        z,
+        stack,
+        stack if bias is None else bias,
+        keep if keep.numel() else host,
+        out,
+        tokens,
+        stack.shape[1] - padded,
+        padded,
+        width,
+        z.stride(0),
+        HAS_BIAS=bias is not None,
+        KEEP=keep.numel() > 0,
+        PRECISION="tf32" if half else "tf32x3",
+        BLOCK_T=block_t,
+        BLOCK_R=_block_r(padded),
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+    return out
+
+
+def gradients(
     dy: Tensor,  # [T, D], contiguous
-    host: Tensor,
+    host: Tensor,  # W b [T, D], contiguous; full only
     u: Tensor,
     v: Tensor,
     gate: Tensor,
-    t: Tensor,
-    power: Tensor,
-    merged: Tensor,
-    gram: Tensor,
-    bias: bool,
+    saved: Saved,
+    stack: Tensor,
     *,
-    hidden: int,
     rank: int,
     space: str,
     normalise: bool,
@@ -447,37 +524,53 @@ def backward(
     du: Tensor,
     dv: Tensor,
     dgate: Tensor | None,  # [T] (token), or the 16 columns that begin with the logit
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    """Writes du, dv and a token's dgate. Returns [(1 + kappa) dy | dt] (dy itself where space is "none"), the gradient
-    of |b|^2 (full only), dG, the gate's summed gradient and the bias's, the last three in fp32."""
-    (tokens, width), padded = dy.shape, merged.shape[1]
-    half = dy.dtype != torch.float32
-    block_r = max(16, triton.next_power_of_2(padded))
-    block_t = 64 if half and block_r <= 64 else 32
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Writes du, dv and a token's dgate. Returns [(1 + kappa) dy | dt | w], the gradient of |b|^2 (full only), and in
+    one vector of D + GATE_PARTS that of the bias and parts of the gate's."""
+    (tokens, width), padded = dy.shape, rank + -rank % 8
+    hidden, half = stack.shape[1] - padded, dy.dtype != torch.float32
+    block_t, block_r = 64 if half else 32, _block_r(padded)
     blocks = triton.cdiv(tokens, block_t)
-    programs = min(blocks, PROGRAMS_PER_SM * processors(dy.device))
-    fp32: dict[str, Any] = {"device": dy.device, "dtype": torch.float32}
-    stacked = dy.new_empty(tokens, width + padded) if space != "none" else dy
-    dpower = torch.empty(tokens, **fp32) if space == "hidden" else None
-    part = (torch.empty if normalise else torch.zeros)(programs, padded * padded + 1, **fp32)
-    bias_part = torch.empty(blocks if bias else 0, width, **fp32)
-    _complement_backward[(programs,)](
+    used = width + padded * (1 if space == "none" else 2)
+    stacked = dy.new_empty(tokens, used + -used % 64)
+    dpower = dy.new_empty(tokens, dtype=torch.float32) if space == "hidden" else None
+    dkappa = torch.empty_like(saved.keep)
+    part = dy.new_empty(blocks, width + GATE_PARTS, dtype=torch.float32)
+    _gradient_of_z[(blocks,)](
         dy,
         host,
+        saved.keep,
+        stack,
+        stacked,
+        dkappa,
+        part,
+        tokens,
+        hidden,
+        padded,
+        width,
+        used,
+        stacked.stride(0),
+        KEEP=space == "hidden",
+        PRECISION="tf32" if half else "tf32x3",
+        PARTS=GATE_PARTS,
+        BLOCK_T=block_t,
+        BLOCK_R=block_r,
+        BLOCK_D=64 if half else 32,
+        num_warps=4,
+        num_stages=3 if half else 2,
+    )
+    _gradients[(blocks * GATE_PARTS,)](
+        stacked,
+        dkappa,
         u,
         v,
         gate,
-        t,
-        power,
-        merged,
-        gram,
+        *saved[:-1],
         du,
         dv,
-        stacked,
-        part if dpower is None else dpower,
-        part if dgate is None else dgate,
+        dkappa if dpower is None else dpower,
+        dkappa if dgate is None else dgate,
         part,
-        bias_part,
         tokens,
         eps,
         hidden,
@@ -491,18 +584,18 @@ def backward(
         dv.stride(0),
         gate.stride(0) if gate.dim() else 0,
         0 if dgate is None else dgate.stride(0),
-        host.stride(0),
+        used,
+        stacked.stride(0),
         SPACE=SPACES[space],
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
-        HAS_BIAS=bias,
-        PRECISION="tf32" if half else "tf32x3",
-        BLOCK_T=block_t,
+        PARTS=GATE_PARTS,
+        BLOCK_T=block_t // GATE_PARTS,
         BLOCK_R=block_r,
-        BLOCK_D=128 if half and block_r > 64 else 64 if half else 32,
         num_warps=8 if block_r > 64 else 4,
-        num_stages=1 if block_r > 64 else 2,
     )
-    sums = column_sums(part)
-    dgram, gate_sum = sums[:-1].view(padded, padded), sums[-1].clone()  # results may not share memory
-    return stacked, dpower, dgram, gate_sum, column_sums(bias_part) if bias else bias_part.new_empty(0)
+    return stacked, dpower, column_sums(part)
+
+
+def _block_r(padded: int) -> int:
+    return max(16, triton.next_power_of_2(padded))

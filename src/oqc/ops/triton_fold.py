@@ -2,11 +2,12 @@
 
 Forward, from W [D, H], O [H, R] and P [R, H], with the rank padded by zeros:
 
-    S = [W; P] (full OQC: [W; O^T]; without orthogonalisation: W),   M = W O,   G = O^T O
+    S = [W M; P 0; 0 G] (full OQC: O^T for P; without orthogonalisation no such rows),   M = W O,   G = O^T O
 
 Backward: dW = dS_W + dM O^T,   dO = W^T dM + O (dG + dG^T) (full: + dS_O^T),   dP = dS_P. Both are tiny and would cost
-a dozen launches as separate PyTorch operations. S and M leave in the compute dtype; products are fp32-accurate, or
-tf32 where that dtype is a half one.
+a dozen launches as separate PyTorch operations; they take any number of layers at once, along the first axis. S leaves
+in the compute dtype, G also in fp32; its gradient comes with that of S. Products are fp32-accurate, or tf32 where the
+compute dtype is a half one.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -37,12 +38,11 @@ def _store(base, i, j, row, rows, columns, value):
 
 @triton.jit
 def _fold_forward(
-    weight,  # W [D, H]
-    lift,  # O [H, R]
-    project,  # P [R, H], where TAIL is 1
-    stack,  # S [D (+ padded), H]
-    merged,  # M [D, padded]
-    gram,  # G [padded, padded] fp32
+    weight,  # W [layers, D, H]
+    lift,  # O [layers, H, R]
+    project,  # P [layers, R, H], where TAIL is 1
+    stack,  # S [layers, D (+ padded) + padded, H + padded]
+    gram,  # G [layers, padded, padded] fp32
     hidden: tl.constexpr,
     rank: tl.constexpr,
     padded: tl.constexpr,
@@ -53,6 +53,15 @@ def _fold_forward(
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    ROW: tl.constexpr = hidden + padded
+    layer = tl.program_id(1)
+    weight += layer * width * hidden
+    lift += layer * hidden * rank
+    project += layer * hidden * rank
+    tail = stack + (layer * (width + (1 if TAIL == 2 else 2) * padded) + width) * ROW  # P's rows, or G's
+    stack = tail - width * ROW
+    last = tail + (0 if TAIL == 2 else padded) * ROW  # G's
+    gram += layer * padded * padded
     blocks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0)
     r = tl.arange(0, BLOCK_R)
@@ -62,33 +71,35 @@ def _fold_forward(
         for start in range(0, hidden, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             w = _load(weight, i, k, hidden, 1, width, hidden)
-            _store(stack, i, k, hidden, width, hidden, w)
+            _store(stack, i, k, ROW, width, hidden, w)
             acc = tl.dot(w, _load(lift, k, r, rank, 1, hidden, rank), acc, input_precision=PRECISION)
-        _store(merged, i, r, padded, width, padded, acc)
+        _store(stack + hidden, i, r, ROW, width, padded, acc)
     else:
         i = (pid - blocks) * BLOCK + tl.arange(0, BLOCK)
         for start in range(0, hidden, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             o = _load(lift, i, k, 1, rank, rank, hidden)  # rows of O^T
             if TAIL == 0:
-                _store(stack + width * hidden, i, k, hidden, padded, hidden, o)
+                _store(tail, i, k, ROW, padded, hidden, o)
             if TAIL == 1:
                 p = _load(project, i, k, hidden, 1, rank, hidden)
-                _store(stack + width * hidden, i, k, hidden, padded, hidden, p)
+                _store(tail, i, k, ROW, padded, hidden, p)
+            _store(last, i, k, ROW, padded, hidden, tl.zeros_like(o))
             acc = tl.dot(o, _load(lift, k, r, rank, 1, hidden, rank), acc, input_precision=PRECISION)
         _store(gram, i, r, padded, padded, padded, acc)
+        _store(last + hidden, i, r, ROW, padded, padded, acc)
+        if TAIL != 2:
+            _store(tail + hidden, i, r, ROW, padded, padded, tl.zeros_like(acc))
 
 
 @triton.jit
 def _fold_backward(
     dstack,
-    dmerged,
-    dgram,
     weight,
     lift,
-    dweight,  # [D, H]
-    dlift,  # [H, R]
-    dproject,  # [R, H], where TAIL is 1
+    dweight,  # [layers, D, H]
+    dlift,  # [layers, H, R]
+    dproject,  # [layers, R, H], where TAIL is 1
     hidden: tl.constexpr,
     rank: tl.constexpr,
     padded: tl.constexpr,
@@ -99,72 +110,70 @@ def _fold_backward(
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    ROW: tl.constexpr = hidden + padded
+    layer = tl.program_id(1)
+    dstack += layer * (width + (1 if TAIL == 2 else 2) * padded) * ROW
+    dgram = dstack + (width + (0 if TAIL == 2 else padded)) * ROW + hidden
+    weight += layer * width * hidden
+    lift += layer * hidden * rank
+    dweight += layer * width * hidden
+    dlift += layer * hidden * rank
+    dproject += layer * hidden * rank
     h = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     r = tl.arange(0, BLOCK_R)
     o = _load(lift, h, r, rank, 1, hidden, rank)
-    both = _load(dgram, r, r, padded, 1, padded, padded) + _load(dgram, r, r, 1, padded, padded, padded)
+    both = _load(dgram, r, r, ROW, 1, padded, padded) + _load(dgram, r, r, 1, ROW, padded, padded)
     acc = tl.dot(o, both, input_precision=PRECISION)
     for start in range(0, width, BLOCK_K):
         d = start + tl.arange(0, BLOCK_K)
-        dm = _load(dmerged, d, r, padded, 1, width, padded)
+        dm = _load(dstack + hidden, d, r, ROW, 1, width, padded)
         w = _load(weight, h, d, 1, hidden, hidden, width)  # W^T
         acc = tl.dot(w, dm, acc, input_precision=PRECISION)
-        dw = _load(dstack, d, h, hidden, 1, width, hidden)
+        dw = _load(dstack, d, h, ROW, 1, width, hidden)
         dw = tl.dot(dm, tl.trans(o), dw, input_precision=PRECISION)
         _store(dweight, d, h, hidden, width, hidden, dw)
     if TAIL == 0:
-        acc += _load(dstack + width * hidden, h, r, 1, hidden, hidden, padded)
+        acc += _load(dstack + width * ROW, h, r, 1, ROW, hidden, padded)
     if TAIL == 1:
-        _store(dproject, r, h, hidden, rank, hidden, _load(dstack + width * hidden, r, h, hidden, 1, padded, hidden))
+        _store(dproject, r, h, hidden, rank, hidden, _load(dstack + width * ROW, r, h, ROW, 1, padded, hidden))
     _store(dlift, h, r, rank, hidden, rank, acc)
 
 
 def forward(
     weight: Tensor, lift: Tensor, project: Tensor | None, *, space: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """S, M and G."""
-    (width, hidden), rank = weight.shape, lift.shape[1]
+) -> tuple[Tensor, Tensor]:
+    """S and G."""
+    (layers, width, hidden), rank = weight.shape, lift.shape[2]
     padded = rank + -rank % 8
-    stack = weight.new_empty(width + (0 if space == "none" else padded), hidden, dtype=dtype)
-    merged = weight.new_empty(width, padded, dtype=dtype)
-    gram = weight.new_empty(padded, padded, dtype=torch.float32)
-    _fold_forward[(triton.cdiv(width, BLOCK) + triton.cdiv(padded, BLOCK),)](
+    stack = weight.new_empty(layers, width + (1 if space == "none" else 2) * padded, hidden + padded, dtype=dtype)
+    gram = weight.new_empty(layers, padded, padded, dtype=torch.float32)
+    _fold_forward[(triton.cdiv(width, BLOCK) + triton.cdiv(padded, BLOCK), layers)](
         weight,
         lift,
         lift if project is None else project,
         stack,
-        merged,
         gram,
         **_constants(weight, lift, padded, space, dtype),
         BLOCK_K=64,
         num_stages=3,
     )
-    return stack, merged, gram
+    return stack, gram
 
 
 def backward(
-    dstack: Tensor,
-    dmerged: Tensor,
-    dgram: Tensor,
-    weight: Tensor,
-    lift: Tensor,
-    project: Tensor | None,
-    *,
-    space: str,
+    dstack: Tensor, weight: Tensor, lift: Tensor, project: Tensor | None, *, space: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dW, dO and dP (empty where there is no P)."""
     dweight, dlift = torch.empty_like(weight), torch.empty_like(lift)
     dproject = weight.new_empty(0) if project is None else torch.empty_like(project)
-    _fold_backward[(triton.cdiv(weight.shape[1], BLOCK),)](
+    _fold_backward[(triton.cdiv(weight.shape[2], BLOCK), weight.shape[0])](
         dstack,
-        dmerged,
-        dgram,
         weight,
         lift,
         dweight,
         dlift,
         dproject,
-        **_constants(weight, lift, dmerged.shape[1], space, dstack.dtype),
+        **_constants(weight, lift, dstack.shape[2] - weight.shape[2], space, dstack.dtype),
         BLOCK_K=64,
         num_stages=2,
     )
@@ -173,10 +182,10 @@ def backward(
 
 def _constants(weight: Tensor, lift: Tensor, padded: int, space: str, dtype: torch.dtype) -> dict[str, Any]:
     return {
-        "hidden": weight.shape[1],
-        "rank": lift.shape[1],
+        "hidden": weight.shape[2],
+        "rank": lift.shape[2],
         "padded": padded,
-        "width": weight.shape[0],
+        "width": weight.shape[1],
         "TAIL": {"hidden": 0, "rank": 1, "none": 2}[space],
         "BLOCK": BLOCK,
         "BLOCK_R": max(16, triton.next_power_of_2(padded)),

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
+LONG, SHORT = (32, 128), (128, 32)  # rows and columns a program takes at once
 MOST_RUNS = 128
-FEW_ROWS = 320  # one launch is enough for these
+FEW_ROWS = 1024  # one launch is enough for these
 
 
 @triton.jit
@@ -34,9 +34,10 @@ def _column_sums(x, out, rows, columns, x_row, run, BLOCK_ROWS: tl.constexpr, BL
 def column_sums(x: Tensor) -> Tensor:
     """x [rows, columns], any row stride, summed over its rows in float32."""
     rows, columns = x.shape
-    runs = 1 if rows <= FEW_ROWS else min(MOST_RUNS, triton.cdiv(rows, 2 * BLOCK_ROWS))
+    block_rows, block_columns = SHORT if rows <= FEW_ROWS else LONG
+    runs = 1 if rows <= FEW_ROWS else min(MOST_RUNS, triton.cdiv(rows, 2 * block_rows))
     out = torch.empty(runs, columns, device=x.device, dtype=torch.float32)
     run = triton.cdiv(rows, runs)
-    grid = (triton.cdiv(columns, BLOCK_COLUMNS), runs)
-    _column_sums[grid](x, out, rows, columns, x.stride(0), run, BLOCK_ROWS, BLOCK_COLUMNS)
+    grid = (triton.cdiv(columns, block_columns), runs)
+    _column_sums[grid](x, out, rows, columns, x.stride(0), run, block_rows, block_columns)
     return out[0] if runs == 1 else column_sums(out)

@@ -1,0 +1,107 @@
+"""Launches every kernel, forward and backward, at small awkward shapes: a program for NVIDIA's compute-sanitizer.
+
+    for i in $(seq 0 9); do python benchmarks/sanitize.py --part $i/10 & done; wait
+    python benchmarks/sanitize.py --list
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \\
+        --log-file results/parity/memcheck-nvidia-h200.txt python benchmarks/sanitize.py
+
+The first line only fills Triton's cache, which would take minutes in one process; the second prints the kernels that
+ran. Without the allocator's cache every tensor is an allocation of its own, whose ends the tool knows. `--tool
+racecheck` looks at shared memory. Without a GPU the kernels run under Triton's interpreter, if TRITON_INTERPRET=1 is
+set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from oqc import ops
+from oqc.nn import OQCFFN
+from oqc.ops import operators
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+SMALL = {"hidden": 41, "rank": 5, "grid": (3, 5)}
+LARGE = {"hidden": 96, "rank": 83, "grid": (2, 11)}  # other blocks, and a grid that is cut into strips
+NETWORKS = [
+    *(
+        ("afbo", name, SMALL, HALF)
+        for name in ("none", "full", "lowrank", "dynamic", "shared", "unprojected", "equation")
+    ),
+    *(("swiglu", name, SMALL, HALF) for name in ("full", "dynamic")),
+    *(("afbo", name, SMALL, SINGLE) for name in ("full", "lowrank")),
+    *(("afbo", name, LARGE, HALF) for name in ("full", "dynamic")),
+]
+KERNELS = (
+    *("_spatial_forward", "_spatial_backward", "_fold_forward", "_fold_backward"),
+    *("_coefficients", "_combination", "_gradient_of_z", "_gradients"),
+    *("_attention_forward", "_attention_backward", "_column_sums"),
+)
+
+
+def network(device: torch.device, host: str, complement: str, size: dict[str, Any], dtype: torch.dtype) -> None:
+    """A feed-forward network, forward and backward, over three images of a grid and one prefix token."""
+    place = {"grid": size["grid"], "prefix_tokens": 1}
+    options = {"host": host, "complement": complement, "rank": size["rank"], "backend": "triton", **place}
+    module = OQCFFN(20, size["hidden"], device=device, dtype=dtype, **options)
+    x = torch.randn(3, 1 + size["grid"][0] * size["grid"][1], 20, device=device, dtype=dtype, requires_grad=True)
+    module(x).square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def attention(device: torch.device, tokens: int, heads: int, size: int) -> None:
+    qkv = torch.randn(2, tokens, 3 * heads * size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    ops.self_attention(qkv, heads, backend="triton").square().sum().backward()
+
+
+def sums(device: torch.device, rows: int, columns: int) -> None:
+    from oqc.ops.triton_sums import column_sums
+
+    column_sums(torch.randn(rows, columns, device=device))
+
+
+def launches(device: torch.device) -> list[Callable[[], None]]:
+    return [
+        *(partial(network, device, *one) for one in NETWORKS),
+        *(partial(attention, device, *one) for one in ((17, 3, 16), (65, 2, 32), (1, 1, 64))),
+        *(partial(sums, device, *one) for one in ((47, 33), (5001, 33))),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print our kernels that ran; 1 if one did not")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th launch alone, from the I-th on")
+    args = parser.parse_args()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not operators.on_kernels(torch.zeros(1, device=device)):
+        raise SystemExit("no kernel runs here: it takes a GPU and Triton, or TRITON_INTERPRET=1")
+    torch.manual_seed(0)
+    number, count = map(int, args.part.split("/"))
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) if args.list else nullcontext() as profile:
+        for work in launches(device)[number::count]:
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    if profile is None:
+        return 0
+    ran = {event.key: event.count for event in profile.key_averages()}
+    missing = [kernel for kernel in KERNELS if kernel not in ran]
+    for name in sorted(ran.keys() & set(KERNELS)):
+        print(f"{ran[name]:6d} x  {name}")
+    if missing:
+        print("did not run:", ", ".join(missing))
+    return int(bool(missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
