@@ -1,9 +1,10 @@
 # make demo: set up and run the main job.  make test: set up and run every check.
+# make results: write README, docs/results.md and the presets' receipts from results/.
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint results clean
 
 setup: $(READY)
 
@@ -24,6 +25,9 @@ lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+results: $(READY)
+	$(VENV)/bin/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) build dist runs

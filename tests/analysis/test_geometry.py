@@ -4,9 +4,7 @@ import math
 import pytest
 import torch
 
-import oqc
-from oqc.analysis.geometry import METRICS, collect_features, geometry
-from oqc.config import FFN, Model
+from oqc.analysis.geometry import METRICS, geometry
 
 SEPARATIONS = [name for name in METRICS if name.startswith("separation")]
 
@@ -85,25 +83,3 @@ def test_shapes_are_checked():
         geometry(torch.zeros(4, 2, 3), torch.zeros(4))
     with pytest.raises(ValueError, match=r"got \[4, 2\] and \[5\]"):
         geometry(torch.zeros(4, 2), torch.zeros(5))
-
-
-def test_features_of_a_model():
-    config = Model(image_size=8, patch_size=4, channels=1, num_classes=3, width=16, depth=2, heads=2, ffn=FFN())
-    model = oqc.create_model(config, seed=0).train()
-    x, labels = torch.randn(10, 1, 8, 8), torch.arange(10) % 3
-    features, seen = collect_features(model, [(x[:7], labels[:7]), (x[7:], labels[7:])])
-    torch.testing.assert_close(features, model.eval().forward_features(x).detach())
-    torch.testing.assert_close(model.head(features), model(x))
-    assert seen.tolist() == labels.tolist()
-    assert not features.requires_grad
-    assert None not in geometry(features, seen).values()
-    with pytest.raises(ValueError, match="at least one batch"):
-        collect_features(model, [])
-
-
-def test_collecting_leaves_the_mode_as_it_was():
-    model = oqc.create_model(Model(image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2), seed=0)
-    for training in (True, False):
-        model.train(training)
-        collect_features(model, [(torch.zeros(2, 1, 8, 8), torch.zeros(2))])
-        assert model.training is training

@@ -62,3 +62,15 @@ def test_on_real_models(complement, absent):
     assert sum(value is None for value in got.values()) == absent
     if complement == "lowrank":
         assert got["after"] < 1e-6 < got["before"]
+
+
+def test_what_is_not_finite_is_none():
+    config = Model(
+        image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, ffn=FFN(complement="lowrank", rank=4)
+    )
+    model = oqc.create_model(config, seed=0)
+    with torch.no_grad():
+        model.blocks[1].ffn.complement.lift.weight[0, 0] = math.nan
+    got = overlap(model, [(torch.randn(2, 1, 8, 8), torch.zeros(2))])
+    assert got["hidden_cosine"] is None
+    assert got["before"] > 0

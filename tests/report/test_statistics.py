@@ -5,7 +5,17 @@ import numpy as np
 import pytest
 from scipy.stats import t
 
-from oqc.report.statistics import Claim, assess, cells, holm, pooled_noise, super_additive, verdict
+from oqc.report.statistics import (
+    Claim,
+    Pending,
+    assess,
+    assess_all,
+    cells,
+    holm,
+    pooled_noise,
+    super_additive,
+    verdict,
+)
 
 
 def records(table, **other):
@@ -183,3 +193,15 @@ def test_coverage_of_the_interval_and_error_of_the_family(layout):
         family += any(f.p_holm < 0.05 for f in found)
     assert inside / trials == pytest.approx(np.full(len(claims), 0.95), abs=0.015)
     assert family / trials < 0.065
+
+
+def test_claims_that_the_runs_do_not_reach_are_pending():
+    claims = [Claim("c beats a", ("c",), ("a",)), Claim("x", ("z",), ("a",)), Claim("d", ("d",), ("a",))]
+    table = TABLE | {"d": {7: 1.0}}
+    found, missing, apart = assess_all(claims, records(table))
+    assert found == assess(claims[:1], records(table))[0]
+    assert missing == Pending(claims[1], "not run yet")
+    assert apart == Pending(claims[2], "not run yet")  # no seed in common
+    (lonely,) = assess_all([Claim("b", ("b",), ("a",))], records({"a": {0: 1.0}, "b": {0: 2.0}}))
+    assert lonely.why == "needs two seeds"
+    assert assess_all(claims[:1], []) == [Pending(claims[0], "not run yet")]

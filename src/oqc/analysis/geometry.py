@@ -9,34 +9,15 @@ With l the eigenvalues of the covariance of n features [n, D] and p = l / sum l 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from oqc.models.deep_vit import DeepViT
 
 METRICS = (
     "effective_rank", "participation_ratio", "separation_euclidean", "separation_cosine",
     "separation_cosine_centred", "separation_scatter",
 )  # fmt: skip
 CHUNK = 512
-
-
-def collect_features(model: DeepViT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The pooled features [n, D] and labels [n] of all batches, on their device, with the model in evaluation mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            parts = [(model.forward_features(x), labels) for x, labels in batches]
-    finally:
-        model.train(was_training)
-    if not parts:
-        raise ValueError("batches must hold at least one batch, got none")
-    features, labels = zip(*parts, strict=True)
-    return torch.cat(features), torch.cat(labels)
 
 
 def geometry(features: Tensor, labels: Tensor) -> dict[str, float | None]:

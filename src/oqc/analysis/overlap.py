@@ -10,10 +10,13 @@ Streams over batches with the literal equations, in float32, and sums in float64
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+METRICS = ("before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std")
 
 
 def chance_level(dimension: int) -> float:
@@ -23,37 +26,61 @@ def chance_level(dimension: int) -> float:
 
 def overlap(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float | None]:
     """Overlap and gate statistics of a model that returns intermediates; None where the model has no such part."""
-    sums: dict[str, Tensor] = {}
-    count = 0
-    dimension = None
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for x, _ in batches:
-                _, named = model(x, intermediates=True)
-                for prefix in [name.rpartition(".")[0] for name in named if name.endswith(".delta")]:
-                    parts = {n.rpartition(".")[2]: t for n, t in named.items() if n.startswith(prefix + ".")}
-                    found = {"hidden_cosine": _cosine(parts["delta"], parts["b"])}
-                    gate = parts["gate"].double()
-                    found |= {"gate_mean": gate, "gate_square": gate.square()}
-                    if "m" in parts:
-                        dimension = parts["m"].shape[-1]
-                        found["before"] = _cosine(parts["q"], parts["m"])
-                        found["after"] = _cosine(parts["q_perp"], parts["m"])
-                    for name, value in found.items():
-                        sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.sum().cpu()
-                    count += parts["delta"].shape[:-1].numel()
-    finally:
-        model.train(was_training)
-    means: dict[str, float | None] = {name: float(total) / count for name, total in sums.items()}
-    square, mean = means.pop("gate_square", None), means.get("gate_mean")
-    if square is not None and mean is not None:
-        means["gate_std"] = math.sqrt(max(square - mean**2, 0.0))
-    means["chance"] = None if dimension is None else chance_level(dimension)
-    names = ("before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std")
-    return {name: means.get(name) for name in names}
+    sums = OverlapSums()
+    with evaluating(model):
+        for x, _ in batches:
+            sums.add(model(x, intermediates=True)[1])
+    return sums.means()
+
+
+class OverlapSums:
+    """Sums over the intermediates of batch after batch. They stay on the device: only `means` waits for it."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.count = 0  # tokens, each once a block
+        self.dimension: int | None = None
+
+    def add(self, named: Mapping[str, Tensor]) -> None:
+        """Takes in what a model returns with `intermediates=True`."""
+        for prefix in [name.removesuffix("delta") for name in named if name.endswith(".delta")]:
+            parts = {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+            gate = parts["gate"].double()
+            found = {
+                "hidden_cosine": _cosine(parts["delta"], parts["b"]),
+                "gate_mean": gate,
+                "gate_square": gate.square(),
+            }
+            if "m" in parts:
+                self.dimension = parts["m"].shape[-1]
+                found["before"] = _cosine(parts["q"], parts["m"])
+                found["after"] = _cosine(parts["q_perp"], parts["m"])
+            for name, value in found.items():
+                total = value.sum()
+                self.sums[name] = self.sums[name] + total if name in self.sums else total
+            self.count += parts["delta"].shape[:-1].numel()
+
+    def means(self) -> dict[str, float | None]:
+        """The metrics; None where the model has no such part or the sum is not finite."""
+        means = {name: float(total) / self.count for name, total in self.sums.items()}
+        if "gate_square" in means:
+            means["gate_std"] = math.sqrt(max(means.pop("gate_square") - means["gate_mean"] ** 2, 0.0))
+        if self.dimension is not None:
+            means["chance"] = chance_level(self.dimension)
+        return {name: means[name] if math.isfinite(means.get(name, math.nan)) else None for name in METRICS}
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
     return torch.cosine_similarity(a.double(), b.double(), dim=-1).abs()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode and without gradients; its mode is as before afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)

@@ -9,7 +9,7 @@ import torch
 import typer
 
 import oqc
-from oqc.cli import bench, data, demo, export, models, train
+from oqc.cli import analyze, bench, data, demo, export, models, report, reproduce, train
 
 START, TRAIN, DATA, MEASURE = "Start here", "Train and use", "Data", "Measure"
 
@@ -26,7 +26,10 @@ app.command(rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(train.evaluate)
 app.command(rich_help_panel=TRAIN)(train.predict)
 app.command(rich_help_panel=TRAIN)(export.export)
+app.command(rich_help_panel=MEASURE)(reproduce.reproduce)
+app.command(rich_help_panel=MEASURE)(analyze.analyze)
 app.command(rich_help_panel=MEASURE)(bench.bench)
+app.command(rich_help_panel=MEASURE)(report.report)
 app.add_typer(data.app, name="data", rich_help_panel=DATA)
 
 

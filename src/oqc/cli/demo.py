@@ -44,7 +44,7 @@ def demo(
 
     with bar:
         records = experiment.run_demo(folder, seeds=range(seeds), epochs=epochs, on_end=end)
-    _print_table(records)
+    print_table(records)
     from oqc.report.page import write_page
 
     lead = (
@@ -58,9 +58,11 @@ def demo(
     )
 
 
-def _print_table(records: list[Record]) -> None:
+def print_table(records: list[Record]) -> None:
+    """A row a preset, in the order of the records."""
     columns, body = table(rows(records))
     shown = Table(*columns)
+    shown.columns[0].overflow = "fold"  # a name is never cut short
     for column in shown.columns[1:]:
         column.justify = "right"
     for cells in body:

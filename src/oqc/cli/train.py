@@ -230,7 +230,7 @@ def evaluate(
     """Accuracy of a run's weights on a split of its data set."""
     configs.check_choice("split", split, ("test", "val"))
     config, own = RunFolder(run).config(), find_device(device)
-    model = _load_model(run, config, checkpoint, own)
+    model = load_model(run, config, checkpoint, own)
     dataset = load(config.data)
     RunFolder(run).check_data(dataset)
     part = dataset.test if split == "test" else dataset.val
@@ -259,7 +259,7 @@ def predict(
     config, data = folder.config(), folder.read("environment.json").get("data")
     if data is None:
         raise ValueError(f"{run} does not say which data it was trained on: its environment.json has no data")
-    model = _load_model(run, config, checkpoint, own)
+    model = load_model(run, config, checkpoint, own)
     dtype = DTYPES[config.train.precision]
     pixels = torch.stack([_read_image(path, config.model) for path in images]).to(own, dtype)
     mean, std = (torch.tensor(data[name], device=own, dtype=dtype)[:, None, None] for name in ("mean", "std"))
@@ -274,7 +274,8 @@ def predict(
             typer.echo("\n".join([str(path), *(f"  {100 * one['probability']:6.2f}%  {one['class']}" for one in top)]))
 
 
-def _load_model(run: Path, config: Run, checkpoint: str, device: torch.device) -> torch.nn.Module:
+def load_model(run: Path, config: Run, checkpoint: str, device: torch.device) -> torch.nn.Module:
+    """The model of a run's checkpoint, on the device and ready to evaluate."""
     model = create_model(config.model, seed=config.train.seed, backend=config.train.backend)
     model.load_state_dict(load_weights(run, checkpoint))
     return model.to(device, DTYPES[config.train.precision]).eval()

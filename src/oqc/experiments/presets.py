@@ -1,89 +1,353 @@
-"""The paper's runs by name: each a function that returns a whole config.
+"""The paper's runs and our controls by name: each a function that returns a whole config.
 
-CIFAR-100 (table 1): depth 8, width 256, patch 4, batch 512, peak learning rate 2e-3, weight decay 0.05. TinyImageNet
-(table 2): 64 px, patch 8, batch 128. What the paper leaves open is in docs/deviations.md.
+A docstring is the run's receipt: what it is, the command that runs it beside what it is compared with, the paper's best
+test accuracy with its place, and ours (`make results` writes that line from results/). Alone a preset runs with
+`oqc train --preset NAME`. Names are those of the published rows (`experiments/published.py`): the host is AFBO where
+none is named, the penultimate-residual readout (PR) is on but for `_nopr`. `protocol.py` says how they are trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from oqc.config import Data, Run, Train, nearest
-from oqc.models.registry import MODELS
+from oqc.config import FFN, Model, Run, Train, nearest
+from oqc.experiments.protocol import (
+    CIFAR100_DATA,
+    CIFAR100_TRAIN,
+    TINY_IMAGENET_DATA,
+    TINY_IMAGENET_TRAIN,
+    VIT_TINY_TRAIN,
+)
+from oqc.models.registry import MODELS, TINY_IMAGENET
 
 
-def _cifar100(model: str) -> Run:
-    return Run(model=MODELS[model], data=Data(name="cifar100"), train=Train())
+def _cifar100(ffn: FFN, *, readout: bool = True, train: Train = CIFAR100_TRAIN) -> Run:
+    return Run(model=Model(readout=readout, ffn=ffn), data=CIFAR100_DATA, train=train)
 
 
-def _tiny_imagenet(model: str) -> Run:
-    return Run(model=MODELS[f"{model}_64px"], data=Data(name="tiny-imagenet"), train=Train(batch=128))
+def _vit_tiny(model: str) -> Run:
+    return Run(model=MODELS[model], data=CIFAR100_DATA, train=VIT_TINY_TRAIN)
+
+
+def _tiny_imagenet(ffn: FFN) -> Run:
+    return Run(model=Model(**TINY_IMAGENET, ffn=ffn), data=TINY_IMAGENET_DATA, train=TINY_IMAGENET_TRAIN)
 
 
 def cifar100_afbo() -> Run:
-    """AFBO+PR, 6.37 M parameters. `oqc train --preset cifar100_afbo`. Paper: 64.25 ± 0.22."""
-    return _cifar100("deep_vit_afbo")
+    """AFBO+PR: 6.37 M parameters. `oqc reproduce table1`. Paper (table 1): 64.25 ± 0.22.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN())
 
 
-def cifar100_full() -> Run:
-    """OQC full, R 64, 6.97 M parameters. `oqc train --preset cifar100_full`. Paper: 65.59 ± 0.22."""
-    return _cifar100("deep_vit_afbo_full_r64")
+def cifar100_full_r64() -> Run:
+    """OQC full, R 64: 6.97 M parameters. `oqc reproduce table1`. Paper (table 1): 65.59 ± 0.22.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="full", rank=64))
 
 
-def cifar100_lowrank() -> Run:
-    """OQC-LR, R 56, 7.19 M parameters. `oqc train --preset cifar100_lowrank`. Paper: 65.52 ± 0.25."""
-    return _cifar100("deep_vit_afbo_lowrank_r56")
+def cifar100_lowrank_r56() -> Run:
+    """OQC-LR, R 56: 7.19 M parameters. `oqc reproduce table1`. Paper (table 1): 65.52 ± 0.25.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="lowrank", rank=56))
 
 
-def cifar100_static() -> Run:
-    """OQC-static, R 83, 7.59 M parameters. `oqc train --preset cifar100_static`. Paper: 65.44 ± 0.19."""
-    return _cifar100("deep_vit_afbo_static_r83")
+def cifar100_static_r83() -> Run:
+    """OQC-static, R 83: 7.59 M parameters. `oqc reproduce table1`. Paper (table 1): 65.44 ± 0.19.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="static", rank=83))
 
 
-def cifar100_dynamic() -> Run:
-    """OQC-dynamic, R 83, 7.59 M parameters. `oqc train --preset cifar100_dynamic`. Paper: 65.33 ± 0.11."""
-    return _cifar100("deep_vit_afbo_dynamic_r83")
+def cifar100_dynamic_r83() -> Run:
+    """OQC-dynamic, R 83: 7.59 M parameters. `oqc reproduce table1`. Paper (table 1): 65.33 ± 0.11.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="dynamic", rank=83))
+
+
+def cifar100_shared_r56() -> Run:
+    """Shared u and v, R 56: 6.96 M parameters. `oqc reproduce designs`. Paper (alternative designs): 64.85 ± 0.14.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="shared", rank=56))
+
+
+def cifar100_unprojected_r56() -> Run:
+    """No projection, R 56: 6.89 M parameters. `oqc reproduce designs`. Paper (alternative designs): 63.47 ± 0.19.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="unprojected", rank=56))
+
+
+def cifar100_ungated_r56() -> Run:
+    """No gate, R 56: 7.19 M parameters. `oqc reproduce designs`. Paper (alternative designs): 63.03 ± 0.23.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="ungated", rank=56))
+
+
+def cifar100_afbo_6_97m() -> Run:
+    """AFBO+PR widened to full's size: 6.97 M parameters. `oqc reproduce capacity`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(hidden=760))
+
+
+def cifar100_afbo_7_19m() -> Run:
+    """AFBO+PR widened to low-rank's size: 7.19 M parameters. `oqc reproduce capacity`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(hidden=794))
+
+
+def cifar100_afbo_7_59m() -> Run:
+    """AFBO+PR widened to static's size: 7.59 M parameters. `oqc reproduce capacity`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(hidden=858))
+
+
+def cifar100_mlp_nopr() -> Run:
+    """MLP, no PR: 6.37 M parameters. `oqc reproduce decomposition`. Paper (table 4): 47.27 ± 0.42.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(host="mlp"), readout=False)
+
+
+def cifar100_mlp() -> Run:
+    """MLP+PR: 6.37 M parameters. `oqc reproduce decomposition`. Paper (table 4): 47.29 ± 0.25.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(host="mlp"))
+
+
+def cifar100_mlp_lowrank_r56_nopr() -> Run:
+    """OQC-LR, R 56, on an MLP, no PR: 7.52 M parameters. `oqc reproduce decomposition`. Paper (table 4): 50.75 ± 0.23.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(host="mlp", complement="lowrank", rank=56), readout=False)
+
+
+def cifar100_mlp_lowrank_r56() -> Run:
+    """OQC-LR, R 56, on an MLP: 7.52 M parameters. `oqc reproduce decomposition`. Paper (table 4): 51.39 ± 0.42.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(host="mlp", complement="lowrank", rank=56))
+
+
+def cifar100_afbo_nopr() -> Run:
+    """AFBO, no PR: 6.37 M parameters. `oqc reproduce decomposition`. Paper (table 4): 62.82 ± 0.45.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(), readout=False)
+
+
+def cifar100_lowrank_r56_nopr() -> Run:
+    """OQC-LR, R 56, no PR: 7.19 M parameters. `oqc reproduce decomposition`. Paper (table 4): 63.88 ± 0.29.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="lowrank", rank=56), readout=False)
+
+
+def cifar100_full_r16() -> Run:
+    """OQC full, R 16: 6.52 M parameters. `oqc reproduce rank-sweep`. Paper (rank sweep): 64.45 ± 0.59.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="full", rank=16))
+
+
+def cifar100_full_r32() -> Run:
+    """OQC full, R 32: 6.67 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="full", rank=32))
+
+
+def cifar100_full_r48() -> Run:
+    """OQC full, R 48: 6.82 M parameters. `oqc reproduce rank-sweep`. Paper (rank sweep): 65.13 ± 0.12.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="full", rank=48))
+
+
+def cifar100_full_r56() -> Run:
+    """OQC full, R 56: 6.89 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="full", rank=56))
+
+
+def cifar100_lowrank_r16() -> Run:
+    """OQC-LR, R 16: 6.60 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="lowrank", rank=16))
+
+
+def cifar100_lowrank_r32() -> Run:
+    """OQC-LR, R 32: 6.84 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="lowrank", rank=32))
+
+
+def cifar100_lowrank_r48() -> Run:
+    """OQC-LR, R 48: 7.07 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="lowrank", rank=48))
+
+
+def cifar100_lowrank_r64() -> Run:
+    """OQC-LR, R 64: 7.31 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="lowrank", rank=64))
+
+
+def cifar100_afbo_grouped() -> Run:
+    """Grouped AFBO+PR: 6.37 M parameters. `oqc reproduce hosts`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(groups=4))
+
+
+def cifar100_afbo_grouped_lowrank_r56() -> Run:
+    """OQC-LR, R 56, on grouped AFBO: 7.49 M parameters. `oqc reproduce hosts`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(groups=4, complement="lowrank", rank=56))
+
+
+def cifar100_swiglu() -> Run:
+    """SwiGLU+PR: 6.36 M parameters. `oqc reproduce hosts`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(host="swiglu"))
+
+
+def cifar100_swiglu_lowrank_r56() -> Run:
+    """OQC-LR, R 56, on SwiGLU: 7.20 M parameters. `oqc reproduce hosts`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(host="swiglu", complement="lowrank", rank=56))
+
+
+def cifar100_vit_tiny() -> Run:
+    """ViT-Tiny, MLP, no PR: 5.38 M parameters. `oqc reproduce vit-tiny`. Paper (limitations): 23.94 ± 0.38.
+
+    Ours: not run yet.
+    """
+    return _vit_tiny("vit_tiny")
+
+
+def cifar100_vit_tiny_pr() -> Run:
+    """ViT-Tiny, MLP+PR: 5.38 M parameters. `oqc reproduce vit-tiny`. Paper (limitations): 24.37 ± 0.95.
+
+    Ours: not run yet.
+    """
+    return _vit_tiny("vit_tiny_pr")
+
+
+def cifar100_afbo_40epochs() -> Run:
+    """AFBO+PR for 40 epochs: 6.37 M parameters. `oqc reproduce calibration`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(), train=replace(CIFAR100_TRAIN, epochs=40))
+
+
+def cifar100_afbo_45epochs() -> Run:
+    """AFBO+PR for 45 epochs: 6.37 M parameters. `oqc reproduce calibration`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(), train=replace(CIFAR100_TRAIN, epochs=45))
+
+
+def cifar100_afbo_60epochs() -> Run:
+    """AFBO+PR for 60 epochs: 6.37 M parameters. `oqc reproduce calibration`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(), train=replace(CIFAR100_TRAIN, epochs=60))
 
 
 def tiny_imagenet_afbo() -> Run:
-    """AFBO+PR, 6.43 M parameters. `oqc train --preset tiny_imagenet_afbo`. Paper: 50.45 ± 0.21."""
-    return _tiny_imagenet("deep_vit_afbo")
+    """AFBO+PR: 6.43 M parameters. `oqc train --preset tiny_imagenet_afbo`. Paper (table 2): 50.45 ± 0.21.
+
+    Ours: not run yet.
+    """
+    return _tiny_imagenet(FFN())
 
 
-def tiny_imagenet_full() -> Run:
-    """OQC full, R 64, 7.03 M parameters. `oqc train --preset tiny_imagenet_full`. Paper: 51.36 ± 0.28."""
-    return _tiny_imagenet("deep_vit_afbo_full_r64")
+def tiny_imagenet_full_r64() -> Run:
+    """Full, R 64: 7.03 M parameters. `oqc train --preset tiny_imagenet_full_r64`. Paper (table 2): 51.36 ± 0.28.
+
+    Ours: not run yet.
+    """
+    return _tiny_imagenet(FFN(complement="full", rank=64))
 
 
-def tiny_imagenet_lowrank() -> Run:
-    """OQC-LR, R 56, 7.25 M parameters. `oqc train --preset tiny_imagenet_lowrank`. Paper: 51.35 ± 0.11."""
-    return _tiny_imagenet("deep_vit_afbo_lowrank_r56")
+def tiny_imagenet_lowrank_r56() -> Run:
+    """Low-rank, R 56: 7.25 M parameters. `oqc train --preset tiny_imagenet_lowrank_r56`. Paper (table 2): 51.35 ± 0.11.
+
+    Ours: not run yet.
+    """
+    return _tiny_imagenet(FFN(complement="lowrank", rank=56))
 
 
-def tiny_imagenet_static() -> Run:
-    """OQC-static, R 83, 7.65 M parameters. `oqc train --preset tiny_imagenet_static`. Paper: 51.47 ± 0.07."""
-    return _tiny_imagenet("deep_vit_afbo_static_r83")
+def tiny_imagenet_static_r83() -> Run:
+    """Static, R 83: 7.65 M parameters. `oqc train --preset tiny_imagenet_static_r83`. Paper (table 2): 51.47 ± 0.07.
+
+    Ours: not run yet.
+    """
+    return _tiny_imagenet(FFN(complement="static", rank=83))
 
 
-def tiny_imagenet_dynamic() -> Run:
-    """OQC-dynamic, R 83, 7.65 M parameters. `oqc train --preset tiny_imagenet_dynamic`. Paper: 51.88 ± 0.32."""
-    return _tiny_imagenet("deep_vit_afbo_dynamic_r83")
+def tiny_imagenet_dynamic_r83() -> Run:
+    """Dynamic, R 83: 7.65 M parameters. `oqc train --preset tiny_imagenet_dynamic_r83`. Paper (table 2): 51.88 ± 0.32.
+
+    Ours: not run yet.
+    """
+    return _tiny_imagenet(FFN(complement="dynamic", rank=83))
 
 
 PRESETS: dict[str, Callable[[], Run]] = {
-    preset.__name__: preset
-    for preset in (
-        cifar100_afbo,
-        cifar100_full,
-        cifar100_lowrank,
-        cifar100_static,
-        cifar100_dynamic,
-        tiny_imagenet_afbo,
-        tiny_imagenet_full,
-        tiny_imagenet_lowrank,
-        tiny_imagenet_static,
-        tiny_imagenet_dynamic,
-    )
+    name: value for name, value in list(globals().items()) if name.startswith(("cifar100_", "tiny_imagenet_"))
 }
 
 

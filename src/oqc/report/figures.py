@@ -1,4 +1,4 @@
-"""Figures from records, as SVG text. matplotlib is imported here, and nowhere else at import time."""
+"""Figures from records, as SVG text. matplotlib is imported when a figure is drawn."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ def accuracy_over_epochs(records: Sequence[Record]) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("Epoch")
     axes.set_ylabel("Test accuracy (%)")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes)
     axes.legend(frameon=False, loc="lower right")
-    return _svg(figure)
+    return svg(figure)
 
 
 # Table 1 of the paper: training throughput on its own hardware, images/s.
@@ -70,19 +69,26 @@ def throughput(rows: Sequence[dict[str, Any]]) -> str:
     axes.set_ylabel("Throughput / AFBO alone")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
-    return _svg(figure)
+    return svg(figure)
 
 
 def _cycle(values: Sequence[str], length: int) -> list[str]:
     return [values[i % len(values)] for i in range(length)]
 
 
-def _svg(figure: Any) -> str:
-    """The same figure gives the same bytes."""
+def plain(axes: Any) -> None:
+    """The house style: a faint grid, two spines."""
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def svg(figure: Any) -> str:
+    """The same figure gives the same bytes, under one version of matplotlib, which it names."""
     import matplotlib
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "oqc", "svg.fonttype": "path"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": f"matplotlib {matplotlib.__version__}"})
     text = buffer.getvalue()
     return text[text.index("<svg") :]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
 from oqc.report.figures import accuracy_over_epochs
+from oqc.report.files import write_whole
 from oqc.report.records import Record, rows
 from oqc.report.tables import table
 
@@ -35,9 +34,4 @@ def write_page(path: Path, records: Sequence[Record], *, title: str, lead: str) 
             environment={k: v for k, v in records[0]["environment"].items() if isinstance(v, (str, int, float))},
         )
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(partial, 0o644)
-    os.replace(partial, path)
+    write_whole(path, text)

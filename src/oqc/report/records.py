@@ -1,12 +1,14 @@
 """Run records: one JSON object a line, one line a run. What every table and figure is made of.
 
 A record has `preset`, `seed`, `best`, `final` (test accuracy in percent), `parameters`, `images_per_s`, `per_epoch`
-(a list of test accuracies with their epoch), `mechanism` (overlap and gate statistics), `config` and `environment`.
+(a list of test accuracies with their epoch), `mechanism` (the metrics of docs/metrics.md), `config` and `environment`;
+runs of a suite also have `seconds` (training and evaluation) and `at_once`, how many runs shared the device.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -14,8 +16,21 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-FIELDS = (
-    "preset", "seed", "best", "final", "parameters", "images_per_s", "per_epoch", "mechanism", "config", "environment",
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    "preset": str,
+    "seed": int,
+    "best": (int, float),
+    "final": (int, float),
+    "parameters": int,
+    "images_per_s": (int, float),
+    "per_epoch": list,
+    "mechanism": dict,
+    "config": dict,
+    "environment": dict,
+}
+MECHANISM = (
+    "before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std", "effective_rank", "participation_ratio",
+    "separation_euclidean", "separation_cosine", "separation_cosine_centred", "separation_scatter",
 )  # fmt: skip
 
 
@@ -32,11 +47,33 @@ def read_records(path: Path) -> list[Record]:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise ValueError(f"{path}, line {number}: not a JSON object") from None
-        missing = [name for name in FIELDS if not isinstance(record, dict) or name not in record]
-        if missing:
-            raise ValueError(f"{path}, line {number}: the record has no {', '.join(missing)}")
+        fault = _fault(record)
+        if fault:
+            raise ValueError(f"{path}, line {number}: {fault}")
         records.append(record)
     return records
+
+
+def _fault(record: Any) -> str:
+    """What keeps an object from being a record, or nothing."""
+    missing = [name for name in FIELDS if not isinstance(record, dict) or name not in record]
+    if missing:
+        return f"the record has no {', '.join(missing)}"
+    for name, kind in FIELDS.items():
+        value = record[name]
+        if not isinstance(value, kind) or (isinstance(value, float) and not math.isfinite(value)):
+            return f"{name} cannot be {value!r}"
+    for point in record["per_epoch"]:
+        if not isinstance(point, dict) or not _are_numbers(point.get("epoch"), point.get("test")):
+            return f"per_epoch cannot have {point!r}"
+    for name, value in record["mechanism"].items():
+        if value is not None and not _are_numbers(value):
+            return f"{name} of mechanism cannot be {value!r}"
+    return ""
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
 
 
 def append_record(path: Path, record: Record) -> None:
@@ -60,6 +97,11 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     return [_row(preset, group) for preset, group in by_preset.items()]
 
 
+def ran_alone(record: Record) -> bool:
+    """Whether the run had its device to itself, so that its throughput is the model's own."""
+    return record.get("at_once", 1) == 1
+
+
 def _row(preset: str, group: Sequence[Record]) -> dict[str, Any]:
     best = [record["best"] for record in group]
 
@@ -67,6 +109,8 @@ def _row(preset: str, group: Sequence[Record]) -> dict[str, Any]:
         values = [record["mechanism"].get(name) for record in group]
         return None if None in values else statistics.fmean(values)
 
+    speeds = [record["images_per_s"] for record in group if ran_alone(record)]
+    seconds = [record["seconds"] for record in group if "seconds" in record]
     return {
         "preset": preset,
         "seeds": len(group),
@@ -74,9 +118,6 @@ def _row(preset: str, group: Sequence[Record]) -> dict[str, Any]:
         "std": statistics.stdev(best) if len(best) > 1 else None,
         "final": statistics.fmean(record["final"] for record in group),
         "parameters": group[0]["parameters"],
-        "images_per_s": statistics.median(record["images_per_s"] for record in group),
-        "before": mean_of("before"),
-        "after": mean_of("after"),
-        "chance": mean_of("chance"),
-        "gate": mean_of("gate_mean"),
-    }
+        "images_per_s": statistics.median(speeds) if speeds else None,
+        "seconds": statistics.median(seconds) if seconds else None,
+    } | {name: mean_of(name) for name in MECHANISM}

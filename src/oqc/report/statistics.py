@@ -29,7 +29,8 @@ VERDICTS = ("reproduced", "contradicted", "same sign", "other sign")
 class Claim:
     """The paper says that sum(plus) - sum(minus) of a metric has the sign `side`, and `published` is its size there.
 
-    `metric` is a field of a record or of its `mechanism`.
+    `metric` is a field of a record or of its `mechanism`; `place` is where the paper says so; `reason` is what a page
+    gives as the likely reason where the runs point the other way.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Claim:
     side: Literal[1, -1] = 1
     published: float | None = None
     metric: str = "best"
+    place: str = ""
+    reason: str = ""
 
     def __post_init__(self) -> None:
         if self.side not in (1, -1):
@@ -84,6 +87,14 @@ class Finding:
     p_holm: float
     verdict: str
     published_inside: bool | None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A claim that the records do not reach yet, and why."""
+
+    claim: Claim
+    why: Literal["not run yet", "needs two seeds"]
 
 
 def cells(records: Sequence[dict[str, Any]], metric: str = "best") -> Cells:
@@ -149,6 +160,31 @@ def assess(claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level:
         )
         for claim, pairs, (difference, reach, p), p_holm in zip(claims, paired, tests, corrected, strict=True)
     ]
+
+
+def assess_all(
+    claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level: float = 0.95
+) -> list[Finding | Pending]:
+    """As `assess`, with a `Pending` for each claim whose runs are not there, or too few for any variance."""
+    by_metric = {metric: cells(records, metric) for metric in dict.fromkeys(claim.metric for claim in claims)}
+    varies = {metric: _has_noise(of) for metric, of in by_metric.items()}
+    pending: dict[Claim, Pending] = {}
+    for claim in claims:
+        of = by_metric[claim.metric]
+        if not set.intersection(*({seed for name, seed in of if name == preset} for preset in claim.presets)):
+            pending[claim] = Pending(claim, "not run yet")
+        elif not varies[claim.metric]:
+            pending[claim] = Pending(claim, "needs two seeds")
+    found = iter(assess([claim for claim in claims if claim not in pending], records, level=level))
+    return [pending[claim] if claim in pending else next(found) for claim in claims]
+
+
+def _has_noise(of: Cells) -> bool:
+    try:
+        pooled_noise(of)
+    except ValueError:
+        return False
+    return True
 
 
 def _paired(claim: Claim, of: Cells) -> dict[int, float]:

@@ -14,7 +14,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         row["preset"],
         f"{row['mean']:.2f}{spread}",
         f"{row['parameters']:,}",
-        f"{row['images_per_s']:,.0f}",
+        _number(row["images_per_s"], ",.0f"),
         _number(row["before"], ".3f"),
         _number(row["after"], ".1e"),
     ]

@@ -1,0 +1,139 @@
+"""Writes what the documents say of our runs, from results/cifar100/runs.jsonl: `make results`.
+
+docs/results.md with docs/figures/, the README's table between its markers, and the line `Ours: ...` in the docstring of
+each preset. Without a results file everything says that it is not run yet. tests/test_documents.py holds the files to
+this.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from oqc.experiments import comparison, findings
+from oqc.experiments.claims import AFBO
+from oqc.experiments.comparison import Comparison, published_speed
+from oqc.experiments.published import difference, value
+from oqc.experiments.results import NOT_RUN, Page, results_page, title_of
+from oqc.experiments.suites import RESULTS, SUITES
+from oqc.report import Record, read_records, rows
+from oqc.report.files import write_whole
+from oqc.report.markdown import markdown_table, number, plural, signed, spread
+
+ROOT = Path(__file__).resolve().parent.parent
+README, PRESETS = "README.md", "src/oqc/experiments/presets.py"
+MARKERS = "<!-- results -->\n", "<!-- /results -->\n"
+
+
+def records_of(root: Path) -> list[Record]:
+    path = root / "results" / comparison.DATA / RESULTS
+    return read_records(path) if path.exists() else []
+
+
+def documents(root: Path) -> tuple[Page, dict[str, str]]:
+    """The page of docs/, and the files that hold generated parts, by path below `root`."""
+    records = records_of(root)
+    readme, presets = ((root / name).read_text(encoding="utf-8") for name in (README, PRESETS))
+    block = readme_block(comparison.compare(records))
+    return results_page(records), {README: with_block(readme, block), PRESETS: with_receipts(presets, records)}
+
+
+def readme_block(of: Comparison) -> str:
+    """Table 1, ours beside the paper's, and how the claims stand."""
+    columns = (
+        "Model", "Parameters", "Paper (%)", "Ours (%)", "Paper's gain", "Our gain [95%]", "Paper's speed", "Our speed"
+    )  # fmt: skip
+    body = []
+    for preset in SUITES["table1"]:
+        paper, base = value("table 1", preset), value("table 1", AFBO)
+        row, gain = of.rows.get(preset), of.gain(preset) if preset != AFBO else None
+        body.append(
+            [
+                title_of(preset),
+                f"{value('table 1', preset, 'parameters_m').mean:.2f} M",
+                spread(paper.mean, paper.std),
+                spread(row["mean"], row["std"]) if row else NOT_RUN,
+                signed(difference(paper, base)) if preset != AFBO else "",
+                findings.interval(gain) if gain else "",
+                number(published_speed(preset)),
+                number(of.speed(preset)),
+            ]
+        )
+    return f"{_wrapped(_lead(of))}\n\n{markdown_table(columns, body)}\n{_wrapped(_verdicts(of))}\n"
+
+
+def _lead(of: Comparison) -> str:
+    text = "Best test accuracy on CIFAR-100, Deep-ViT with penultimate-residual readout"
+    seeds = sorted({row["seeds"] for preset in SUITES["table1"] if (row := of.rows.get(preset))})
+    if not seeds:
+        return f"{text}. Ours are {NOT_RUN}."
+    many = plural(seeds[-1], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
+    return (
+        f"{text}; ours over {many} on {machine(of.frozen)}, by one protocol calibrated on AFBO+PR alone. Gain is over"
+        " AFBO+PR; speed is training throughput as a share of AFBO+PR's."
+    )
+
+
+def _verdicts(of: Comparison) -> str:
+    asked, own = findings.of_paper(of), findings.of_ours(of)
+    if not of.records:
+        return f"[docs/results.md](docs/results.md) lists the {len(asked)} claims that the runs will test."
+    return (
+        f"Of {len(asked)} claims of the paper: {findings.counts(asked)}. Of {len(own)} questions we ask beside it, such"
+        f" as whether a host widened to the same size does as well: {findings.counts(own)}."
+        " [docs/results.md](docs/results.md) has every table, claim and figure, and what does not hold."
+    )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def machine(records: Sequence[Record]) -> str:
+    """`one NVIDIA H200`, or what there was."""
+    names = dict.fromkeys(record["environment"].get("gpu") or "CPU" for record in records)
+    return " or ".join(f"one {name}" for name in names)
+
+
+def with_block(readme: str, block: str) -> str:
+    first, last = MARKERS
+    if readme.count(first) != 1 or readme.count(last) != 1:
+        raise ValueError(f"{README} must have one line {first.strip()} and one line {last.strip()}")
+    head, _, rest = readme.partition(first)
+    return head + first + block + last + rest.partition(last)[2]
+
+
+def with_receipts(presets: str, records: Sequence[Record]) -> str:
+    """The source of the presets with our accuracy in each docstring."""
+    by_preset = {row["preset"]: row for row in rows(records)}
+
+    def receipt(match: re.Match[str]) -> str:
+        row = by_preset.get(match["name"])
+        if row is None:
+            return f"{match['head']}Ours: {NOT_RUN}."
+        own = [record for record in records if record["preset"] == match["name"]]
+        time = "" if row["seconds"] is None else f", {row['seconds']:.0f} s a run on {machine(own)}"
+        return f"{match['head']}Ours: {spread(row['mean'], row['std'])} over {plural(row['seeds'], 'seed')}{time}."
+
+    return re.sub(
+        r'(?P<head>def (?P<name>\w+)\(\) -> Run:\n    """(?:(?!""").)*?)Ours: [^\n"]*', receipt, presets, flags=re.S
+    )
+
+
+def main() -> None:
+    page, files = documents(ROOT)
+    page.write(ROOT / "docs")
+    for name, text in files.items():
+        if (ROOT / name).read_text(encoding="utf-8") != text:
+            write_whole(ROOT / name, text)
+    print(f"{plural(len(records_of(ROOT)), 'run')}: docs/results.md, {', '.join([*page.figures, *files])}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

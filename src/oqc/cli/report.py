@@ -1,0 +1,32 @@
+"""`oqc report`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oqc.experiments.results import results_page
+from oqc.experiments.suites import RESULTS
+from oqc.report import read_records
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with a runs.jsonl: results/cifar100.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write. Default: FOLDER.")] = None,
+) -> None:
+    """Write the tables, claims and figures of recorded runs, beside the paper's, as Markdown and SVG."""
+    missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"the report needs {', '.join(missing)}; install with: pip install 'oqc[report]'")
+    if not folder.is_dir():
+        raise ValueError(f"FOLDER must be a folder with a {RESULTS}, got {folder}, which is none")
+    records = read_records(folder / RESULTS)
+    if not records:
+        raise ValueError(f"{folder / RESULTS} has no records")
+    if out is not None and out.exists() and not out.is_dir():
+        raise ValueError(f"--out must be a folder, got {out}, which is a file")
+    for path in results_page(records).write(out or folder):
+        typer.echo(path)

@@ -1,0 +1,130 @@
+"""`oqc reproduce`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from oqc.cli.demo import print_table
+from oqc.cli.train import AsJson, Device
+from oqc.experiments import suites
+from oqc.experiments.job import Job
+from oqc.report import Record, rows
+from oqc.train import Progress, Silent, Status
+
+
+def reproduce(
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help=", ".join(suites.SUITES))],
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds for each model: 0 to N - 1.")] = 3,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Start no run that would not end in this time.")] = None,
+    data: Annotated[str, typer.Option(help=", ".join(suites.DATA) + " (small models, for a CPU)")] = "cifar100",
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's archive or folder lies.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Other epochs than the protocol's.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Folder of runs.jsonl. Default: results/<data>.")] = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a suite of the paper: what its results file lacks. Stop it at any time; the same command goes on."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see `oqc train`
+    folder = results or Path("results") / data
+    console = Console(stderr=as_json, soft_wrap=True)
+    shown = _Shown(console, f"{suite} on {data}")
+    with shown.bar:
+        found = suites.reproduce(
+            suite,
+            folder,
+            seeds=seeds,
+            data=data,
+            data_dir=data_dir,
+            epochs=epochs,
+            minutes=minutes,
+            device=device,
+            watch=shown,
+        )
+    path = folder / suites.RESULTS
+    if as_json:
+        typer.echo(json.dumps({"suite": suite, "results": str(path), **_outcome(found)}))
+    elif found.records:
+        print_table(found.records)
+    for job, reason in found.failed.items():
+        typer.echo(f"{job}: {reason}", err=True)
+    total = len(found.left) + len(found.records)
+    note = f"{len(found.left)} of {total} runs are left; the same command goes on from {path}"
+    if found.signal is not None:
+        typer.echo(f"stopped by {signal.Signals(found.signal).name}; {note}", err=True)
+        raise typer.Exit(128 + found.signal)
+    if found.left:
+        shown.line(note)
+    if found.failed:
+        raise typer.Exit(1)
+
+
+def _outcome(found: suites.Result) -> dict[str, object]:
+    return {
+        "rows": rows(found.records),
+        "left": [{"preset": job.preset, "seed": job.seed} for job in found.left],
+        "failed": [{"preset": job.preset, "seed": job.seed, "reason": why} for job, why in found.failed.items()],
+    }
+
+
+class _Shown:
+    """A bar over the whole suite on a terminal, and a line for each run that ends."""
+
+    def __init__(self, console: Console, label: str) -> None:
+        self.console, self.label, self.done, self.total = console, label, 0, 0
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
+        self.bar = Bar(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self.task = self.bar.add_task(label, total=None, text="")
+
+    def begin(self, done: int, total: int, left: float | None) -> None:
+        self.done, self.total = done, total
+        self.bar.update(self.task, completed=done, total=total, text=_time(left))
+        self.line("  ".join(part for part in (f"{self.label}: {total} runs, {done} done", _time(left)) if part))
+
+    def run(self, job: Job) -> Progress:
+        return _Epochs(self, job)
+
+    def end(self, job: Job, found: Record | str, left: float | None) -> None:
+        self.done += 1
+        self.bar.update(self.task, completed=self.done, text=_time(left))
+        text = f"[{self.done}/{self.total}] {job}  "
+        if isinstance(found, str):
+            text += "failed"
+        else:
+            text += f"best {found['best']:.2f}  {found['images_per_s']:,.0f} images/s  {found['seconds']:.0f} s"
+        self.line("  ".join(part for part in (text, _time(left)) if part))
+
+    def line(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+
+class _Epochs(Silent):
+    """Shows on the bar where the run is."""
+
+    def __init__(self, shown: _Shown, job: Job) -> None:
+        self.shown, self.job = shown, job
+
+    def status(self, status: Status) -> None:
+        text = f"{self.job}  epoch {status.epoch}/{status.epochs}"
+        self.shown.bar.update(self.shown.task, description=f"{self.shown.label}  {text}")
+
+    def note(self, text: str) -> None:
+        self.shown.line(text)
+
+
+def _time(left: float | None) -> str:
+    return f"{timedelta(seconds=round(left))} left" if left else ""

@@ -1,0 +1,119 @@
+"""A results file beside the paper: a row a preset, a finding a claim, and what the figures show of both."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oqc.analysis import SEPARATION
+from oqc.experiments import published
+from oqc.experiments.claims import AFBO, CLAIMS, COMPLEMENTS
+from oqc.report import Record, rows
+from oqc.report.paper_figures import Point, Values
+from oqc.report.provenance import config_of, protocol_of
+from oqc.report.records import ran_alone
+from oqc.report.statistics import Claim, Finding, Pending, assess_all
+
+DATA = "cifar100"  # what the claims are about
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`frozen` are the records trained as the baseline was: they alone bear on claims, and all of them on the variance.
+    `rows` is by preset, `findings` by claim."""
+
+    records: Sequence[Record]
+    frozen: Sequence[Record]
+    rows: dict[str, dict[str, Any]]
+    findings: dict[Claim, Finding | Pending]
+
+    def gain(self, preset: str) -> Finding | None:
+        """The preset over AFBO+PR, where both were run with seeds enough."""
+        (found,) = assess_all([Claim(f"gain of {preset}", (preset,), (AFBO,))], self.frozen)
+        return found if isinstance(found, Finding) else None
+
+    def speed(self, preset: str) -> float | None:
+        """Training throughput as a share of AFBO+PR's."""
+        own, base = (self.rows.get(name, {}).get("images_per_s") for name in (preset, AFBO))
+        return own / base if own and base else None
+
+
+def compare(records: Sequence[Record]) -> Comparison:
+    frozen = [record if ran_alone(record) else record | {"images_per_s": None} for record in _frozen(records)]
+    outcomes = assess_all(CLAIMS, frozen)
+    return Comparison(
+        records, frozen, {row["preset"]: row for row in rows(records)}, dict(zip(CLAIMS, outcomes, strict=True))
+    )
+
+
+def _frozen(records: Sequence[Record]) -> list[Record]:
+    """The runs trained as AFBO+PR was; without it, as most were."""
+    protocols = [protocol_of(config_of(record)) for record in records]
+    of_baseline = {one for one, record in zip(protocols, records, strict=True) if record["preset"] == AFBO}
+    if len(of_baseline) > 1:
+        raise ValueError(f"the records of {AFBO} must be of one protocol, got {len(of_baseline)}")
+    if not records:
+        return []
+    frozen = of_baseline.pop() if of_baseline else Counter(protocols).most_common(1)[0][0]
+    return [record for one, record in zip(protocols, records, strict=True) if one == frozen]
+
+
+def published_value(place: str | None, row: str, metric: str = "best") -> published.Value | None:
+    """The paper's value at a place, where it has one."""
+    found = [v for v in published.VALUES if (v.place, v.row, v.metric) == (place, row, metric)]
+    return found[0] if found else None
+
+
+def published_speed(row: str) -> float | None:
+    """The paper's throughput as a share of its baseline's, by its table 1."""
+    own, base = (published_value("table 1", name, "images_per_s") for name in (row, AFBO))
+    return own.mean / base.mean if own and base else None
+
+
+def rank_points(of: Comparison) -> tuple[list[Point], list[Point]]:
+    """Gain over AFBO+PR by rank: ours with the interval, the paper's with its ± (full from the sweep, which gives its
+    own baseline; low-rank's one rank from table 1)."""
+    ours, paper = [], []
+    for (series, kind), rank in itertools.product((("OQC full", "full"), ("OQC-LR", "lowrank")), (16, 32, 48, 56, 64)):
+        row = f"{DATA}_{kind}_r{rank}"
+        found = of.gain(row)
+        if found:
+            ours.append(Point(series, rank, found.difference, found.low, found.high))
+        point = published_point(series, rank, "rank sweep" if kind == "full" else "table 1", row)
+        paper += [point] if point else []
+    return ours, paper
+
+
+def published_point(series: str, x: float, place: str, row: str) -> Point | None:
+    """The paper's gain over the baseline of the same place, with the ± of the row itself."""
+    value, base = published_value(place, row), published_value(place, AFBO)
+    if value is None or base is None:
+        return None
+    gain, std = published.difference(value, base), value.std
+    return Point(series, x, gain, None if std is None else gain - std, None if std is None else gain + std)
+
+
+def pareto_points(of: Comparison) -> tuple[list[Point], list[Point]]:
+    """Gain over AFBO+PR against the share of its throughput."""
+    ours, paper = [], []
+    for series, row in COMPLEMENTS.items():
+        found, speed, theirs = of.gain(row), of.speed(row), published_speed(row)
+        if found and speed:
+            ours.append(Point(series, speed, found.difference, found.low, found.high))
+        point = published_point(series, theirs, "table 1", row) if theirs else None
+        paper += [point] if point else []
+    return ours, paper
+
+
+def mechanism_values(of: Comparison) -> tuple[Values, Values]:
+    """Metrics by series, ours and the paper's."""
+    ours, paper = {}, {}
+    for series, preset in ({"AFBO+PR": AFBO} | COMPLEMENTS).items():
+        if preset in of.rows:
+            ours[series] = of.rows[preset] | {"separation": of.rows[preset][SEPARATION]}
+        found = [v for place in ("table 3", "mechanism text") for v in published.values(place, row=preset)]
+        paper[series] = {value.metric: value.mean for value in found if value.metric != "best"}
+    return ours, paper

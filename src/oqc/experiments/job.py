@@ -1,0 +1,85 @@
+"""One run and its record. A record is of a whole run, and holds no path and no name of the machine."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from oqc import config as configs
+from oqc.analysis import METRICS, mechanism_on_test
+from oqc.config import Data, Run
+from oqc.data import Dataset, load
+from oqc.models import create_model
+from oqc.report import Record
+from oqc.train import Progress, Summary, Trainer
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run under its name."""
+
+    preset: str
+    run: Run
+
+    @property
+    def seed(self) -> int:
+        return self.run.train.seed
+
+    def __str__(self) -> str:
+        return f"{self.preset}, seed {self.seed}"
+
+
+Outcome = tuple[Job, Record | str]  # the record, or why there is none
+
+
+@functools.lru_cache(maxsize=2)
+def _dataset(data: Data) -> Dataset:
+    return load(data)
+
+
+class Built:
+    """A run ready to start, with the time it took to build."""
+
+    def __init__(self, job: Job, device: torch.device, progress: Progress) -> None:
+        began = time.perf_counter()
+        run = job.run
+        self.job, self.data = job, _dataset(run.data)
+        model = create_model(run.model, seed=run.train.seed, backend=run.train.backend)
+        self.trainer = Trainer(model, self.data, run, device=device, progress=progress)
+        self.seconds = time.perf_counter() - began
+
+    def record(self, summary: Summary, *, at_once: int = 1) -> Record:
+        """What is kept of a finished run; the environment comes later, it is the same for all."""
+        began, run = time.perf_counter(), self.job.run
+        found = self._mechanism()
+        seconds = self.seconds + summary.prepare_seconds + time.perf_counter() - began
+        return {
+            "preset": self.job.preset,
+            "seed": self.job.seed,
+            "best": summary.best,
+            "final": summary.final,
+            "parameters": summary.parameters,
+            "images_per_s": summary.images_per_s,
+            "per_epoch": [{"epoch": row["epoch"], "test": row["test_accuracy"]} for row in summary.history],
+            "mechanism": found,
+            "config": configs.to_dict(without_root(run)),
+            "seconds": summary.seconds,
+            "setup_seconds": seconds,
+            "at_once": at_once,
+        }
+
+    def _mechanism(self) -> dict[str, float | None]:
+        trainer = self.trainer
+        try:
+            return mechanism_on_test(trainer.evaluated, self.data, self.job.run.train, trainer.device)
+        except RuntimeError as error:  # out of memory, no convergence: the run is worth keeping without it
+            trainer.progress.note(f"{self.job}: no mechanism metrics, {error}")
+            return dict.fromkeys(METRICS)
+
+
+def without_root(run: Run) -> Run:
+    """The config without the place of the data on this machine."""
+    return replace(run, data=replace(run.data, root=None))

@@ -1,0 +1,205 @@
+"""Many runs: one after another (or side by side) on a GPU, in processes of one thread each on a CPU.
+
+Both ways start a job when they have room for it and give it back with its record, or with the reason why there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import torch
+
+from oqc.experiments.job import Built, Job, Outcome
+from oqc.report import Record
+from oqc.train import Diverged, Progress, Silent, Trainer, replay_rate, train_many
+from oqc.train.environment import environment
+from oqc.train.many import GAIN, MEASURED
+from oqc.train.stopping import StopRequest
+
+
+def train_jobs(
+    todo: Sequence[Job],
+    device: torch.device,
+    stop: StopRequest,
+    *,
+    may_start: Callable[[Job], bool] = lambda job: True,
+    workers: int | None = None,
+    watch: Callable[[Job], Progress] = lambda job: Silent(),
+) -> Generator[Outcome, None, None]:
+    """Trains the jobs and gives each back as it ends. Asks before each whether it `may_start`; a no ends it all.
+
+    A signal ends it too, without the runs under way: on a GPU with `Stopped`.
+    """
+    jobs = itertools.takewhile(may_start, todo)
+    place = environment(device)
+    del place["command"]  # it may hold paths; preset, seed and config say what was run
+    if device.type == "cpu":
+        place["threads"] = 1
+        outcomes = _in_processes(jobs, workers or os.cpu_count() or 1, stop)
+    else:
+        outcomes = _in_turn(jobs, todo, device, stop, watch)
+    for job, found in outcomes:
+        yield job, found if isinstance(found, str) else found | {"environment": place}
+
+
+# On a GPU: everything in this process, so that data and libraries are loaded and kernels are compiled once.
+
+
+def _in_turn(
+    jobs: Iterator[Job],
+    todo: Sequence[Job],
+    device: torch.device,
+    stop: StopRequest,
+    watch: Callable[[Job], Progress],
+) -> Iterator[Outcome]:
+    def build(job: Job) -> Built:
+        return Built(job, device, watch(job))
+
+    with _room_for_compiled_models(), _compiling_ahead(todo, device):
+        group = [build(job) for job in itertools.islice(jobs, 1)]
+        at_once = _faster_together(group[0], len(todo)) if group else 1
+        while group:
+            group += [build(job) for job in itertools.islice(jobs, at_once - len(group))]
+            if stop.signal is not None:  # came while these were built
+                return
+            done = _train(group, build)
+            group = []  # lets go of the graphs and their memory before the next ones are built
+            gc.collect()
+            yield from done
+            group = [build(job) for job in itertools.islice(jobs, 1)]
+
+
+def _faster_together(first: Built, most: int) -> int:
+    """How many runs like the first are faster side by side than in turn, by bare steps of copies of it.
+
+    Measured once: where one run fills the GPU, a few seconds show it.
+    """
+    trainers, rate = [first.trainer], 0.0
+    while len(trainers) < most:
+        rate = rate or replay_rate(trainers, MEASURED)
+        try:
+            trainers.append(Built(first.job, first.trainer.device, Silent()).trainer)
+            more = replay_rate(trainers, MEASURED)
+        except torch.OutOfMemoryError:
+            more = 0.0
+        if more < GAIN * rate:
+            return max(1, len(trainers) - 1)
+        rate = more
+    return len(trainers)
+
+
+def _train(group: list[Built], build: Callable[[Job], Built]) -> list[Outcome]:
+    try:
+        summaries = train_many([functools.partial(_trainer, one) for one in group], len(group))
+    except Diverged as error:
+        if len(group) == 1:
+            return [(group[0].job, str(error))]
+        return [outcome for one in group for outcome in _train([build(one.job)], build)]
+    finished = zip(group, summaries, strict=True)
+    return [(one.job, one.record(summary, at_once=len(group))) for one, summary in finished]
+
+
+def _trainer(built: Built) -> Trainer:
+    return built.trainer
+
+
+@contextlib.contextmanager
+def _room_for_compiled_models() -> Iterator[None]:
+    """Lets PyTorch keep the compiled blocks of more than eight different models; it would run the ninth uncompiled."""
+    import torch._dynamo.config as dynamo
+
+    with dynamo.patch(recompile_limit=dynamo.accumulated_recompile_limit):  # type: ignore[attr-defined]
+        yield
+
+
+@contextlib.contextmanager
+def _compiling_ahead(todo: Sequence[Job], device: torch.device) -> Iterator[None]:
+    """Has a process of its own compile what later models need, while the first one trains. PyTorch and Triton keep
+    compiled code on disk, where this process finds it when it gets there."""
+    later = list({job.run.model: job for job in todo}.values())[1:]
+    process = multiprocessing.get_context("spawn").Process(target=_compile, args=(later, device))
+    if later:
+        process.start()
+    try:
+        yield
+    finally:
+        if later:
+            process.terminate()
+            process.join()
+
+
+def _compile(jobs: Sequence[Job], device: torch.device) -> None:
+    _start_worker()
+    with _room_for_compiled_models():
+        for job in jobs:
+            with contextlib.suppress(RuntimeError):  # no memory beside the run that trains: it compiles when it starts
+                Built(job, device, Silent()).trainer.prepare()
+            gc.collect()
+
+
+# On a CPU: a process a run, as many as there are cores; models this small gain nothing from more threads.
+
+
+def _in_processes(jobs: Iterator[Job], workers: int, stop: StopRequest) -> Iterator[Outcome]:
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    under_way: dict[Future[Any], Job] = {}
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+        try:
+            while stop.signal is None:
+                for job in itertools.islice(jobs, workers - len(under_way)):
+                    under_way[pool.submit(_work, job)] = job
+                if not under_way:
+                    return
+                for future in wait(under_way, timeout=0.5, return_when=FIRST_COMPLETED).done:
+                    job = under_way.pop(future)
+                    try:
+                        found = future.result()
+                    except BrokenProcessPool:
+                        if stop.signal is not None:  # the same signal reached the worker
+                            return
+                        raise ChildProcessError(f"the process of {job} was killed; out of memory?") from None
+                    yield job, found
+        finally:
+            if under_way:  # whoever ends this early does not wait for runs that nobody will hear of
+                for child in set(multiprocessing.active_children()) - others:
+                    child.terminate()
+
+
+def _start_worker() -> None:
+    """One thread; Ctrl-C is the parent's to hear; and no life without the parent, so that a kill leaves nothing."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
+
+
+def _work(job: Job) -> Record | str:
+    """One run in a worker. Signals are not caught, as `Trainer.fit` would: SIGTERM ends the process at once."""
+    built = Built(job, torch.device("cpu"), Silent())
+    steps = built.trainer.run(StopRequest())
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return built.record(end.value)
+        except Diverged as error:
+            return str(error)

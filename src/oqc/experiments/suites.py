@@ -1,0 +1,249 @@
+"""The paper's tables and our controls as suites of presets, and the command that fills what is missing of them.
+
+All runs of a data set go into one results file, a record a run. A (preset, seed) that stands there is not run again,
+in whichever suite it is; so a suite can be stopped at any time and goes on from its file, on this machine or another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from oqc import config as configs
+from oqc.config import Run, check_choice
+from oqc.data import load
+from oqc.experiments import presets, protocol
+from oqc.experiments.digits import on_digits
+from oqc.experiments.job import Job, without_root
+from oqc.experiments.running import train_jobs
+from oqc.report import Record, append_record, read_records
+from oqc.train import Progress, RunFolder, Silent, Stopped, find_device
+from oqc.train.stopping import stop_on_signals
+
+RESULTS = "runs.jsonl"
+DATA = ("cifar100", "digits")
+
+TABLE_1 = (
+    "cifar100_afbo",
+    "cifar100_full_r64",
+    "cifar100_lowrank_r56",
+    "cifar100_static_r83",
+    "cifar100_dynamic_r83",
+)
+SUITES: dict[str, tuple[str, ...]] = {
+    "table1": TABLE_1,
+    "designs": (
+        "cifar100_afbo",
+        "cifar100_lowrank_r56",
+        "cifar100_shared_r56",
+        "cifar100_unprojected_r56",
+        "cifar100_ungated_r56",
+    ),
+    "capacity": (*TABLE_1, "cifar100_afbo_6_97m", "cifar100_afbo_7_19m", "cifar100_afbo_7_59m"),
+    "decomposition": (
+        "cifar100_mlp_nopr",
+        "cifar100_mlp",
+        "cifar100_mlp_lowrank_r56_nopr",
+        "cifar100_mlp_lowrank_r56",
+        "cifar100_afbo_nopr",
+        "cifar100_afbo",
+        "cifar100_lowrank_r56_nopr",
+        "cifar100_lowrank_r56",
+    ),
+    "rank-sweep": (
+        "cifar100_afbo",
+        *(f"cifar100_{kind}_r{rank}" for rank in (16, 32, 48, 56, 64) for kind in ("full", "lowrank")),
+    ),
+    "hosts": (
+        "cifar100_afbo_grouped",
+        "cifar100_afbo_grouped_lowrank_r56",
+        "cifar100_swiglu",
+        "cifar100_swiglu_lowrank_r56",
+    ),
+    "vit-tiny": ("cifar100_vit_tiny", "cifar100_vit_tiny_pr"),
+    "calibration": (
+        "cifar100_afbo_40epochs",
+        "cifar100_afbo_45epochs",
+        "cifar100_afbo",
+        "cifar100_afbo_60epochs",
+    ),
+}
+SUITES["all"] = tuple(dict.fromkeys(itertools.chain(*(SUITES[name] for name in SUITES if name != "calibration"))))
+
+
+def run_of(preset: str, seed: int, data: str = "cifar100", epochs: int | None = None) -> Run:
+    """The config of a preset on a data set. `epochs` takes the place of the frozen protocol's number; a preset that
+    differs in it (calibration) keeps its proportion."""
+    run = presets.get(preset)
+    proportion = run.train.epochs / protocol.CIFAR100_TRAIN.epochs
+    usual = {"cifar100": protocol.CIFAR100_TRAIN, "digits": protocol.DIGITS_TRAIN}[data].epochs
+    if data == "digits":
+        run = on_digits(run)
+    number = max(1, round(proportion * (epochs or usual)))
+    return replace(run, train=replace(run.train, epochs=number, seed=seed))
+
+
+def plan(suite: str, seeds: int, data: str = "cifar100", epochs: int | None = None) -> list[Job]:
+    """All runs of a suite, seed 0 of every preset first: wherever it is stopped, the presets stand alike."""
+    check_choice("suite", suite, SUITES)
+    check_choice("data", data, DATA)
+    configs.check_positive("seeds", seeds)
+    return [Job(name, run_of(name, seed, data, epochs)) for seed in range(seeds) for name in SUITES[suite]]
+
+
+class Watch(Protocol):
+    """Who is told how a suite goes on. Times are in seconds; `left` is None until one is known."""
+
+    def begin(self, done: int, total: int, left: float | None) -> None: ...
+    def run(self, job: Job) -> Progress: ...
+    def end(self, job: Job, found: Record | str, left: float | None) -> None: ...
+
+
+class Unwatched:
+    def begin(self, done: int, total: int, left: float | None) -> None: ...
+    def run(self, job: Job) -> Progress:
+        return Silent()
+
+    def end(self, job: Job, found: Record | str, left: float | None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """`records` of the suite so far, in its order; `left` are the jobs without one, of which `failed` were tried."""
+
+    records: list[Record]
+    left: list[Job]
+    failed: dict[Job, str]
+    signal: int | None  # that ended it
+
+
+def reproduce(
+    suite: str,
+    results: Path,
+    *,
+    seeds: int = 3,
+    data: str = "cifar100",
+    data_dir: Path | None = None,
+    epochs: int | None = None,
+    minutes: float | None = None,
+    device: str | None = None,
+    workers: int | None = None,
+    watch: Watch | None = None,
+) -> Result:
+    """Runs what `results`/runs.jsonl lacks of a suite, and returns what there is then.
+
+    With `minutes` no run is started that would not end in time. SIGINT and SIGTERM drop the runs under way. A run that
+    diverges is passed over.
+    """
+    began, watch, own = time.monotonic(), watch or Unwatched(), find_device(device)
+    jobs = plan(suite, seeds, data, epochs)
+    if data_dir is not None and not data_dir.exists():
+        raise ValueError(f"--data-dir must be the folder or archive of {data}, got {data_dir}, which does not exist")
+    path = results / RESULTS
+    with RunFolder(results).held(), stop_on_signals() as stop:
+        records = {(r["preset"], r["seed"]): r for r in (read_records(path) if path.exists() else [])}
+        for record in records.values():
+            _check_protocol(record, path, data, epochs)
+        todo = [_with_root(job, data_dir) for job in jobs if (job.preset, job.seed) not in records]
+        clock, failed, signal = _Clock(list(records.values())), dict[Job, str](), None
+        if todo:
+            _load(todo[0].run)
+
+        def may_start(job: Job) -> bool:
+            fits = minutes is None or time.monotonic() - began + clock.expected(job) <= 60 * minutes
+            return fits and stop.signal is None
+
+        watch.begin(len(jobs) - len(todo), len(jobs), clock.left(todo))
+        outcomes = train_jobs(todo, own, stop, may_start=may_start, workers=workers, watch=watch.run)
+        with contextlib.closing(outcomes):  # whatever happens here, no run goes on behind it
+            try:
+                for job, found in outcomes if todo else ():
+                    if isinstance(found, str):
+                        failed[job] = found
+                    else:
+                        append_record(path, found)
+                        records[job.preset, job.seed] = found
+                        clock.add(found)
+                    missing = [one for one in todo if one not in failed and (one.preset, one.seed) not in records]
+                    watch.end(job, found, clock.left(missing))
+            except Stopped as end:
+                signal = end.signal
+    return Result(
+        records=[records[job.preset, job.seed] for job in jobs if (job.preset, job.seed) in records],
+        left=[job for job in jobs if (job.preset, job.seed) not in records],
+        failed=failed,
+        signal=signal or stop.signal,
+    )
+
+
+def _with_root(job: Job, data_dir: Path | None) -> Job:
+    data = replace(job.run.data, root=None if data_dir is None else str(data_dir))
+    return replace(job, run=replace(job.run, data=data))
+
+
+def _load(run: Run) -> None:
+    """The data set verified and packed, before the first run asks for it."""
+    try:
+        load(run.data)
+    except ValueError as error:
+        raise ValueError(f"--data-dir {run.data.root}: {error}" if run.data.root else str(error)) from None
+
+
+def _check_protocol(record: Record, path: Path, data: str, epochs: int | None) -> None:
+    """Refuses a results file with a run of another config than the one that would be run now under its name."""
+    preset, seed = record["preset"], record["seed"]
+    if preset not in presets.PRESETS:
+        return
+    where = f"{path} has {preset}, seed {seed}"
+    try:
+        then = configs.from_dict(Run, record["config"])
+    except ValueError as error:
+        raise ValueError(f"{where}, with a config that cannot be read: {error}") from None
+    old, new = (dict(_fields(configs.to_dict(without_root(run)))) for run in (then, run_of(preset, seed, data, epochs)))
+    for name, value in new.items():
+        if old[name] != value:
+            raise ValueError(
+                f"{where}, with {name} {old[name]}, but now it would be {value}; one results file holds one protocol:"
+                " choose another folder with --results"
+            )
+
+
+def _fields(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+class _Clock:
+    """How long runs take: by those of this process, and until there is one by those in the results file."""
+
+    def __init__(self, earlier: Sequence[Record]) -> None:
+        self.earlier, self.own = [r for r in earlier if "seconds" in r], list[Record]()
+        self.began = time.monotonic()
+
+    def add(self, record: Record) -> None:
+        self.own.append(record)
+
+    def expected(self, job: Job) -> float:
+        """Of one run, set-up included: the median of its preset, else of all; 0 where nothing is known."""
+        known = self.own or self.earlier
+        known = [record for record in known if record["preset"] == job.preset] or known
+        return statistics.median(r["seconds"] + r["setup_seconds"] for r in known) if known else 0.0
+
+    def left(self, todo: Sequence[Job]) -> float | None:
+        """For all of `todo`, by how many runs this process has finished at the same time."""
+        if not (self.own or self.earlier):
+            return None
+        total = sum(self.expected(job) for job in todo)
+        if not self.own:
+            return total
+        spent = sum(r["seconds"] + r["setup_seconds"] for r in self.own)
+        return total * (time.monotonic() - self.began) / spent

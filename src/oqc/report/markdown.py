@@ -1,0 +1,41 @@
+"""Numbers and tables as Markdown text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+FORMATS = {"best": ".2f", "images_per_s": ",.0f", "effective_rank": ".2f", "participation_ratio": ".2f"}
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """The value, or nothing where there is none."""
+    return "" if value is None else format(value, form)
+
+
+def spread(mean: float | None, std: float | None = None, form: str = ".2f") -> str:
+    return number(mean, form) + ("" if mean is None or std is None else f" ± {std:{form}}")
+
+
+def signed(value: float | None, metric: str = "best") -> str:
+    """A difference of a metric, with its sign and the digits that the metric deserves."""
+    return number(value, "+" + form_of(metric))
+
+
+def form_of(metric: str) -> str:
+    return FORMATS.get(metric, ".4f" if metric.startswith("separation") else ".3f")
+
+
+def p_value(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def markdown_table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, the others to the right; columns with nothing in them are left out."""
+    kept = [k for k in range(len(columns)) if k == 0 or any(row[k] for row in body)]
+    lines = [[columns[k] for k in kept], ["---" if k == 0 else "---:" for k in kept]]
+    lines += [[row[k].replace("|", "\\|") or "–" for k in kept] for row in body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,212 @@
+"""The paper's figures redrawn, ours over theirs: ours filled, with 95% intervals; the paper's hollow.
+
+Accuracies are gains over AFBO+PR by the same protocol, so that two schedules can share an axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from oqc.report.figures import COLORS, plain, svg
+from oqc.report.statistics import Finding
+
+INK, GREY = COLORS[0], COLORS[-1]
+SERIES = {
+    "AFBO+PR": COLORS[0],
+    "OQC full": COLORS[1],
+    "OQC-LR": COLORS[2],
+    "OQC-static": COLORS[3],
+    "OQC-dynamic": COLORS[4],
+}
+VERDICT_COLORS = {"reproduced": COLORS[2], "same sign": GREY, "other sign": GREY, "contradicted": COLORS[1]}
+HOLLOW: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 1.3, "linestyle": "none", "markersize": 6.5}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value of a series, with its interval where it has one."""
+
+    series: str
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+def forest(sections: Mapping[str, Sequence[Finding]]) -> str:
+    """Every claim's difference with its interval, turned so that the paper's side is on the right."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    lines = sum(len(findings) + 1 for findings in sections.values())
+    figure = Figure(figsize=(7.6, 1.3 + 0.23 * lines), layout="constrained")
+    axes = figure.subplots()
+    places, names, y = [], [], 0.0
+    for title, findings in sections.items():
+        axes.text(-0.01, y, title, transform=axes.get_yaxis_transform(), ha="right", va="center", weight="bold", size=9)
+        for found in findings:
+            y -= 1
+            side, color = found.claim.side, VERDICT_COLORS[found.verdict]
+            axes.plot([side * found.low, side * found.high], [y, y], color=color, linewidth=1.8)
+            filled = found.verdict in ("reproduced", "contradicted")
+            axes.plot(side * found.difference, y, "o", color=color, markersize=5, mfc=color if filled else "white")
+            if found.claim.published is not None:
+                axes.plot(side * found.claim.published, y, "D", color=INK, markersize=5, mfc="none", mew=1)
+            places.append(y)
+            names.append(found.claim.name)
+        y -= 1
+    axes.axvline(0, color=INK, linewidth=0.8)
+    axes.set_yticks(places, names, fontsize=8.5)
+    axes.set_ylim(y + 0.3, 0.7)
+    axes.set_xlabel("Difference in the paper's direction, points of test accuracy")
+    plain(axes)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    handles = [
+        Line2D([], [], color=COLORS[2], marker="o", markersize=5, label="reproduced"),
+        Line2D([], [], color=GREY, marker="o", markersize=5, mfc="white", label="interval contains 0"),
+        Line2D([], [], color=COLORS[1], marker="o", markersize=5, label="contradicted"),
+        Line2D([], [], color=INK, marker="D", markersize=5, mfc="none", linestyle="none", label="published"),
+    ]
+    figure.legend(handles=handles, frameon=False, fontsize=8.5, loc="outside upper center", ncols=4)
+    return svg(figure)
+
+
+def rank_sweep(ours: Sequence[Point], paper: Sequence[Point]) -> str:
+    """Gain by rank, one line a complement."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    axes = figure.subplots()
+    ticks = sorted({point.x for point in (*ours, *paper)})
+    for k, series in enumerate(dict.fromkeys(point.series for point in (*ours, *paper))):
+        color = SERIES[series]
+        # Points of one rank stand side by side.
+        mine = [replace(p, x=p.x + 0.4 * k) for p in ours if p.series == series]
+        theirs = [replace(p, x=p.x + 0.8 + 0.4 * k) for p in paper if p.series == series]
+        if mine:
+            axes.plot([p.x for p in mine], [p.y for p in mine], "o-", color=color, label=f"{series}, ours")
+            _intervals(axes, mine, color)
+        if theirs:
+            axes.plot(
+                [p.x for p in theirs], [p.y for p in theirs], "o", color=color, label=f"{series}, paper", **HOLLOW
+            )
+            _intervals(axes, theirs, color, linewidth=0.9)
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set_xticks(ticks)
+    axes.set_xlabel("Rank")
+    axes.set_ylabel("Gain over AFBO+PR (points)")
+    plain(axes)
+    _legend_above(figure, axes)
+    return svg(figure)
+
+
+def pareto(ours: Sequence[Point], paper: Sequence[Point]) -> str:
+    """Gain against training throughput, AFBO+PR at (1, 0)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for point in ours:
+        axes.plot(point.x, point.y, "o", color=SERIES[point.series], label=f"{point.series}, ours")
+        _intervals(axes, [point], SERIES[point.series])
+    for point in paper:
+        axes.plot(point.x, point.y, "o", color=SERIES[point.series], label=f"{point.series}, paper", **HOLLOW)
+        _intervals(axes, [point], SERIES[point.series], linewidth=0.9)
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set_xlabel("Training throughput / AFBO+PR's")
+    axes.set_ylabel("Gain over AFBO+PR (points)")
+    plain(axes)
+    _legend_above(figure, axes)
+    return svg(figure)
+
+
+Values = Mapping[str, Mapping[str, float | None]]  # series -> metric (docs/metrics.md) -> value
+
+
+def mechanism(ours: Values, paper: Values) -> str:
+    """(a) overlap before and after the projection, (b) effective rank against separation, ours and the paper's in a
+    panel each since their scales differ, (c) the gate's mean and spread."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8.6, 7.4), layout="constrained")
+    layout: Any = [["before", "ours"], ["before", "ours"], ["after", "ours"], *[["gate_mean", "paper"]] * 3]
+    axes = figure.subplot_mosaic(layout)
+    names = [name for name in SERIES if ours.get(name, {}).get("gate_mean") is not None]
+    for metric in ("before", "after", "gate_mean"):
+        for rows, shift, hollow in ((ours, -0.14, False), (paper, 0.14, True)):
+            for place, name in enumerate(names):
+                y, std = rows.get(name, {}).get(metric), rows.get(name, {}).get("gate_std")
+                if y is None:
+                    continue
+                axes[metric].plot(place + shift, y, "o", color=SERIES[name], **_style(hollow))
+                if metric == "gate_mean" and std is not None:
+                    reach = Point(name, place + shift, y, max(0.0, y - std), y + std)
+                    _intervals(axes[metric], [reach], SERIES[name], linewidth=0.9 if hollow else 1.6)
+        axes[metric].set_xticks(range(len(names)), [name.removeprefix("OQC").lstrip(" -") for name in names])
+        axes[metric].set_xlim(-0.6, len(names) - 0.4)
+    for place, name in enumerate(names):
+        chance = ours[name].get("chance")
+        if chance is not None:
+            axes["before"].plot([place - 0.38, place + 0.38], [chance] * 2, color=GREY, linewidth=1.2, linestyle="--")
+    for metric, label in (("before", "Before"), ("gate_mean", "Gate: mean ± spread")):
+        axes[metric].set_ylim(0, 1.05 * axes[metric].get_ylim()[1])
+        axes[metric].set_ylabel(label)
+    axes["before"].tick_params(axis="x", labelbottom=False)
+    _decades(axes["after"])
+    axes["after"].set_ylabel("After")
+    axes["before"].set_title("(a) Overlap of branch and host; dashed: chance", fontsize=10, loc="left")
+    axes["gate_mean"].set_title("(c) Gate use over tokens and blocks", fontsize=10, loc="left")
+    for whose, rows in (("ours", ours), ("paper", paper)):
+        for name, row in rows.items():
+            x, y = row.get("effective_rank"), row.get("separation")
+            if x is not None and y is not None:
+                axes[whose].plot(x, y, "o", color=SERIES[name], **_style(hollow=whose == "paper"))
+        axes[whose].set(xlabel="Effective rank", ylabel="Separation")
+        axes[whose].margins(0.15)
+        axes[whose].xaxis.set_major_locator(MaxNLocator(5))
+        axes[whose].set_title(f"(b) Geometry of the features, {whose}", fontsize=10, loc="left")
+    for one in axes.values():
+        plain(one)
+    _legend_of_series(figure, [name for name in SERIES if name in ours or name in paper])
+    return svg(figure)
+
+
+def _decades(axes: Any) -> None:
+    """A logarithmic axis of whole powers of ten."""
+    from matplotlib.ticker import NullLocator
+
+    shown = [float(y) for line in axes.lines for y in line.get_ydata() if y > 0]
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(NullLocator())
+    if shown:
+        axes.set_ylim(10.0 ** math.floor(math.log10(min(shown))), 10.0 ** math.ceil(math.log10(max(shown)) + 1e-9))
+
+
+def _style(hollow: bool) -> dict[str, Any]:
+    return HOLLOW if hollow else {"markersize": 6.5, "linestyle": "none"}
+
+
+def _intervals(axes: Any, points: Sequence[Point], color: str, linewidth: float = 1.6) -> None:
+    for point in points:
+        if point.low is not None and point.high is not None:
+            axes.plot([point.x] * 2, [point.low, point.high], color=color, linewidth=linewidth, zorder=1.5)
+
+
+def _legend_above(figure: Any, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8.5, loc="outside upper center", ncols=4)
+
+
+def _legend_of_series(figure: Any, names: Sequence[str]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=SERIES[n], marker="o", markersize=6.5, linestyle="none", label=n) for n in names]
+    handles += [Line2D([], [], color=GREY, marker="o", label="ours", markersize=6.5, linestyle="none")]
+    handles += [Line2D([], [], color=GREY, marker="o", label="paper", **HOLLOW)]
+    figure.legend(handles=handles, frameon=False, fontsize=8.5, loc="outside upper center", ncols=len(handles))

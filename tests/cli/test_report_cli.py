@@ -1,0 +1,90 @@
+"""`oqc report` as a user meets it."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oqc import config
+from oqc.cli import report as cli
+from oqc.experiments.presets import PRESETS
+
+DEMO = Path(__file__).parents[2] / "results" / "demo" / "runs.jsonl"
+
+
+def report(*args):
+    command = [sys.executable, "-m", "oqc", "report", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def suite_record(preset, seed):
+    return {
+        "preset": preset,
+        "seed": seed,
+        "best": 64.0 + seed,
+        "final": 63.0,
+        "parameters": 6_370_000,
+        "images_per_s": 60_000.0,
+        "per_epoch": [{"epoch": 1, "test": 64.0}],
+        "mechanism": {},
+        "config": config.to_dict(PRESETS[preset]()),
+        "environment": {"gpu": "NVIDIA H200"},
+    }
+
+
+def test_the_demos_file(tmp_path):
+    shutil.copy(DEMO, tmp_path)
+    done = report(tmp_path, "--out", tmp_path / "a" / "b")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / "a" / "b" / name) for name in ("results.md", "figures/accuracy.svg")]
+    text = (tmp_path / "a" / "b" / "results.md").read_text()
+    assert text.startswith("# Results: digits\n")
+    assert "| OQC-dynamic | 98.89 ± 0.28 |" in text
+    assert (tmp_path / "a" / "b" / "figures" / "accuracy.svg").read_text().startswith("<svg")
+
+
+def test_one_run_of_a_suite_goes_beside_its_file(tmp_path):
+    (tmp_path / "runs.jsonl").write_text(json.dumps(suite_record("cifar100_afbo", 0)) + "\n")
+    done = report(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "| AFBO+PR | 6.37 M | 6.37 M | 64.25 ± 0.22 | 64.00 | 1 |" in (tmp_path / "results.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.md", "runs.jsonl"]
+
+
+def record_with(**changes):
+    return json.dumps(suite_record("cifar100_afbo", 0) | changes) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no results file at"),
+        ("", "runs.jsonl has no records"),
+        ("nonsense\n", "runs.jsonl, line 1: not a JSON object"),
+        (record_with() + record_with(best=None), "runs.jsonl, line 2: best cannot be None"),
+        (record_with(best=float("nan")), "line 1: best cannot be nan"),
+        (record_with(mechanism={"before": "x"}), "line 1: before of mechanism cannot be 'x'"),
+        (record_with(per_epoch=[1]), "line 1: per_epoch cannot have 1"),
+        (record_with() + record_with(), "two records of preset 'cifar100_afbo' with seed 0"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "runs.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        cli.report(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "results.md").exists()
+
+
+def test_places_that_are_no_folders(tmp_path):
+    done = report(tmp_path / "none")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"got {tmp_path / 'none'}" in done.stderr
+    shutil.copy(DEMO, tmp_path)
+    with pytest.raises(ValueError, match="--out must be a folder"):
+        cli.report(tmp_path, out=tmp_path / "runs.jsonl")

@@ -1,0 +1,168 @@
+"""`oqc reproduce` as a user meets it: a whole suite, in time; stopped, killed and taken up again."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from oqc.experiments.suites import SUITES
+from oqc.report import read_records
+from oqc.train import RunFolder
+
+TIMES = ("images_per_s", "seconds", "setup_seconds", "environment")
+DIGITS = ("--data", "digits", "--epochs", "2", "--seeds", "1")
+
+
+def start(*args, cwd, **options):
+    command = [sys.executable, "-m", "oqc", "reproduce", *args]
+    return subprocess.Popen(command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def run(*args, cwd):
+    process = start(*args, cwd=cwd)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def content(folder, presets=None):
+    """What must repeat of the records, by preset and seed."""
+    return {
+        (r["preset"], r["seed"]): {name: value for name, value in r.items() if name not in TIMES}
+        for r in read_records(folder / "runs.jsonl")
+        if presets is None or r["preset"] in presets
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """All suites on digits, left alone."""
+    cwd = tmp_path_factory.mktemp("whole")
+    began = time.monotonic()
+    code, out, err = run("all", *DIGITS, cwd=cwd)
+    return cwd, code, out, err, time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_all_suites_on_digits_in_under_five_minutes(whole):
+    cwd, code, out, err, seconds = whole
+    assert (code, err) == (0, "")
+    assert seconds < 300
+    found = content(cwd / "results" / "digits")
+    assert set(found) == {(name, 0) for name in SUITES["all"]}
+    assert "all on digits: 31 runs, 0 done" in out
+    assert "[31/31]" in out
+    assert "left" in out
+    assert all(name in out for name in SUITES["all"])
+    assert "\x1b" not in out  # plain lines when not a terminal
+
+
+@pytest.mark.slow
+def test_what_is_there_is_not_run_again(whole):
+    cwd = whole[0]
+    before = (cwd / "results" / "digits" / "runs.jsonl").read_bytes()
+    code, out, err = run("rank-sweep", *DIGITS, "--json", cwd=cwd)
+    assert code == 0
+    found = json.loads(out)
+    assert [row["preset"] for row in found["rows"]] == list(SUITES["rank-sweep"])
+    assert (found["left"], found["failed"]) == ([], [])
+    assert "rank-sweep on digits: 11 runs, 11 done" in err
+    assert (cwd / "results" / "digits" / "runs.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_killed_five_times_it_ends_with_the_same_records(whole, tmp_path):
+    chance, path, mark = random.Random(0), tmp_path / "runs.jsonl", f"killed-{tmp_path}"
+    args = ("rank-sweep", *DIGITS, "--results", str(tmp_path))
+    sizes = []
+    for records in (0, 1, 1, 2, 1):  # so many more are waited for before the kill
+        before = size(path)
+        process = start(*args, cwd=tmp_path, env=os.environ | {"OQC_TEST_MARK": mark})
+        while size(path) < before + records and process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 2.5))
+        process.kill()
+        process.communicate()
+        sizes.append(size(path))
+    assert 5 <= sizes[-1] < len(SUITES["rank-sweep"])
+    assert wait_for_no_process(mark)
+    code, _, err = run(*args, cwd=tmp_path)
+    assert (code, err) == (0, "")
+    assert len(read_records(path)) == len(SUITES["rank-sweep"])
+    assert content(tmp_path) == content(whole[0] / "results" / "digits", SUITES["rank-sweep"])
+
+
+def size(path):
+    return len(read_records(path)) if path.exists() else 0
+
+
+def wait_for_no_process(mark):
+    """Whether all processes that have the mark in their environment are gone within a while."""
+    for _ in range(100):
+        if not any(mark.encode() in environ(path) for path in Path("/proc").glob("[0-9]*/environ")):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def environ(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("number", "whole_group"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGTERM, False)]
+)
+def test_a_signal_ends_it_cleanly(number, whole_group, tmp_path):
+    mark = f"stopped-{tmp_path}"
+    process = start(
+        "table1", "--data", "digits", "--epochs", "500", "--seeds", "1", "--results", ".", cwd=tmp_path,
+        env=os.environ | {"OQC_TEST_MARK": mark}, start_new_session=True,
+    )  # fmt: skip
+    line = process.stdout.readline()
+    assert line == "table1 on digits: 5 runs, 0 done\n"
+    time.sleep(5)  # some seconds into the first runs
+    if whole_group:  # as a terminal or a scheduler does
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in err
+    assert f"stopped by {signal.Signals(number).name}; 5 of 5 runs are left; the same command goes on" in err
+    assert wait_for_no_process(mark)
+    assert not (tmp_path / "runs.jsonl").exists()
+
+
+def test_out_of_time(tmp_path):
+    code, out, err = run("table1", *DIGITS, "--minutes", "0", "--results", "here", cwd=tmp_path)
+    assert (code, err) == (0, "")
+    assert "5 of 5 runs are left; the same command goes on from here/runs.jsonl" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("tabel1",), "did you mean 'table1'?"),
+        (("table1", "--data-dir", "nowhere"), "--data-dir must be the folder or archive of cifar100, got nowhere"),
+        (("table1", *DIGITS, "--results", "broken"), "broken/runs.jsonl, line 1: not a JSON object"),
+        (("table1", *DIGITS, "--results", "held"), "another process is training in held"),
+        (("table1", *DIGITS, "--device", "tpu"), "device must be cpu, cuda or cuda:<number>, got 'tpu'"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(args, message, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "runs.jsonl").write_text("{\n")
+    with RunFolder(tmp_path / "held").held():
+        code, _, err = run(*args, cwd=tmp_path)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err

@@ -1,0 +1,136 @@
+"""Real runs, in processes and in turn."""
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import re
+
+import pytest
+import torch
+
+from oqc.config import Run, from_dict
+from oqc.experiments import running
+from oqc.experiments.job import Job
+from oqc.experiments.running import train_jobs
+from oqc.experiments.suites import run_of
+from oqc.models import counting
+from oqc.report.records import FIELDS
+from oqc.train.stopping import StopRequest
+
+CPU = torch.device("cpu")
+TIMES = ("images_per_s", "seconds", "setup_seconds", "environment")
+
+
+def job(preset, seed=0, **train):
+    run = run_of(preset, seed, "digits", 1)
+    return Job(preset, dataclasses.replace(run, train=dataclasses.replace(run.train, **train)))
+
+
+JOBS = [job("cifar100_swiglu_lowrank_r56"), job("cifar100_vit_tiny"), job("cifar100_mlp", lr=1e30, nan_limit=1)]
+
+
+def without_times(record):
+    """What must repeat; the step at which a divergence is noticed need not."""
+    return "diverged" if isinstance(record, str) else {k: v for k, v in record.items() if k not in TIMES}
+
+
+def in_turn(jobs):
+    return dict(running._in_turn(iter(jobs), jobs, CPU, StopRequest(), lambda job: running.Silent()))
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Nothing to compile on a CPU: no process for that."""
+    monkeypatch.setattr(running, "_compiling_ahead", lambda todo, device: contextlib.nullcontext())
+
+
+@pytest.fixture(scope="module")
+def in_processes():
+    return {one.preset: found for one, found in train_jobs(JOBS, CPU, StopRequest(), workers=2)}
+
+
+def test_a_record_holds_the_whole_run(in_processes):
+    for one in JOBS[:2]:
+        record = in_processes[one.preset]
+        assert set(FIELDS) < set(record)
+        assert json.loads(json.dumps(record)) == record
+        config = from_dict(Run, record["config"])
+        assert config == one.run
+        assert record["parameters"] == counting.parameters(config.model)
+        assert [point["epoch"] for point in record["per_epoch"]] == [1]
+        assert record["best"] == record["final"] == record["per_epoch"][0]["test"]
+        assert min(record["seconds"], record["setup_seconds"], record["images_per_s"]) > 0
+        assert record["environment"]["threads"] == 1
+        assert not re.search(r'"/|command', json.dumps(record))
+
+
+def test_mechanism_is_there_for_every_host(in_processes):
+    branch, plain = (in_processes[one.preset]["mechanism"] for one in JOBS[:2])
+    assert None not in branch.values()
+    assert branch["after"] < 1e-5 < branch["before"]
+    missing = {name for name, value in plain.items() if value is None}
+    assert missing == {"before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std"}
+
+
+def test_a_run_that_diverges_gives_its_reason(in_processes):
+    assert "non-finite" in in_processes["cifar100_mlp"]
+
+
+def test_in_turn_in_this_process_it_is_the_same(in_processes, monkeypatch):
+    monkeypatch.setattr(running, "GAIN", 1e9)  # no gain is enough: one at a time
+    found = in_turn(JOBS)
+    assert list(found) == JOBS
+    for one, record in found.items():
+        assert without_times(record) == without_times(in_processes[one.preset])
+    assert not multiprocessing.active_children()
+
+
+def test_side_by_side_where_that_is_faster(in_processes, alone, monkeypatch):
+    monkeypatch.setattr(running, "GAIN", 0.0)  # whatever is measured is a gain
+    found = in_turn(JOBS[:2])
+    assert [record.pop("at_once") for record in found.values()] == [2, 2]
+    for one, record in found.items():
+        expected = without_times(in_processes[one.preset])
+        assert without_times(record) == {k: v for k, v in expected.items() if k != "at_once"}
+
+
+def test_a_group_in_which_one_diverges_keeps_the_others(in_processes, alone, monkeypatch):
+    monkeypatch.setattr(running, "GAIN", 0.0)
+    for one, record in in_turn(JOBS[1:]).items():
+        assert without_times(record) == without_times(in_processes[one.preset])
+
+
+def test_a_finished_run_is_kept_without_its_mechanism(alone, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("oqc.experiments.job.mechanism_on_test", fail)
+    [record] = in_turn(JOBS[1:2]).values()
+    assert record["best"] > 0
+    assert set(record["mechanism"].values()) == {None}
+
+
+def test_more_models_than_pytorch_keeps_compiled():
+    import torch._dynamo.config as dynamo
+
+    before = dynamo.recompile_limit
+    with running._room_for_compiled_models():
+        assert dynamo.recompile_limit >= 64
+    assert dynamo.recompile_limit == before
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_repeats_with_every_metric():
+    jobs = [
+        job(name, mode="auto", precision="bf16") for name in ("cifar100_full_r64", "cifar100_swiglu", "cifar100_mlp")
+    ]
+    first, second = (
+        {one.preset: found for one, found in train_jobs(jobs, torch.device("cuda", 0), StopRequest())} for _ in range(2)
+    )
+    for preset, record in first.items():
+        assert record["environment"]["gpu"]
+        assert without_times(record) | {"at_once": 0} == without_times(second[preset]) | {"at_once": 0}
+    assert None not in first["cifar100_full_r64"]["mechanism"].values()
+    assert first["cifar100_full_r64"]["mechanism"]["after"] < 1e-5
+    assert first["cifar100_mlp"]["mechanism"]["effective_rank"] > 1

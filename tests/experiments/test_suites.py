@@ -1,0 +1,198 @@
+"""What a suite does around its runs: what is left to do, when it stops, what it refuses. The runs are made up here."""
+
+import itertools
+import json
+import signal
+import time
+
+import pytest
+
+from oqc import config as configs
+from oqc.experiments import suites
+from oqc.experiments.job import without_root
+from oqc.experiments.suites import SUITES, reproduce
+from oqc.report import append_record, read_records
+from oqc.train import RunFolder
+
+TINY = {"data": "digits", "epochs": 1}
+
+
+def made_up(job, seconds=1.0):
+    return {
+        "preset": job.preset, "seed": job.seed, "best": 50.0, "final": 50.0, "parameters": 1, "images_per_s": 1.0,
+        "per_epoch": [], "mechanism": {}, "config": configs.to_dict(without_root(job.run)), "environment": {},
+        "seconds": seconds, "setup_seconds": 0.0,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The jobs that were run, none of them really."""
+    ran = []
+
+    def train_jobs(todo, device, stop, *, may_start, workers, watch):
+        for job in itertools.takewhile(may_start, todo):
+            ran.append((job.preset, job.seed))
+            yield job, made_up(job)
+
+    monkeypatch.setattr(suites, "train_jobs", train_jobs)
+    return ran
+
+
+def test_finished_pairs_are_never_run_again(runs, tmp_path):
+    first = reproduce("table1", tmp_path, seeds=1, **TINY)
+    assert runs == [(name, 0) for name in SUITES["table1"]]
+    assert not first.left
+    runs.clear()
+    assert reproduce("table1", tmp_path, seeds=1, **TINY).records == first.records
+    assert runs == []
+    reproduce("designs", tmp_path, seeds=1, **TINY)  # shares two rows with table1
+    assert runs == [(name, 0) for name in SUITES["designs"][2:]]
+    runs.clear()
+    second = reproduce("table1", tmp_path, seeds=2, **TINY)
+    assert runs == [(name, 1) for name in SUITES["table1"]]
+    assert [(r["preset"], r["seed"]) for r in second.records] == [(n, s) for s in (0, 1) for n in SUITES["table1"]]
+    assert len(read_records(tmp_path / "runs.jsonl")) == 13
+
+
+def test_a_line_cut_short_by_a_kill_is_run_again(runs, tmp_path):
+    reproduce("vit-tiny", tmp_path, seeds=1, **TINY)
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(path.read_bytes()[:-40])
+    runs.clear()
+    reproduce("vit-tiny", tmp_path, seeds=1, **TINY)
+    assert runs == [("cifar100_vit_tiny_pr", 0)]
+    assert len(read_records(path)) == 2
+
+
+def test_no_run_is_started_that_would_not_end_in_time(runs, tmp_path, monkeypatch):
+    now = 0.0
+
+    def train_jobs(todo, device, stop, *, may_start, workers, watch):
+        nonlocal now
+        for job in itertools.takewhile(may_start, todo):
+            now += 25
+            yield job, made_up(job, seconds=25)
+
+    monkeypatch.setattr(suites, "train_jobs", train_jobs)
+    monkeypatch.setattr(suites.time, "monotonic", lambda: now)
+    found = reproduce("table1", tmp_path, seeds=1, minutes=1, **TINY)
+    assert [r["preset"] for r in found.records] == list(SUITES["table1"][:2])  # a third would end at 75 s
+    assert [job.preset for job in found.left] == list(SUITES["table1"][2:])
+    assert found.signal is None
+    # Another process knows from the file how long a run takes.
+    assert len(reproduce("table1", tmp_path, seeds=1, minutes=0.4, **TINY).records) == 2
+    assert len(reproduce("table1", tmp_path, seeds=1, minutes=1, **TINY).records) == 4
+    assert not reproduce("table1", tmp_path, seeds=1, minutes=1, **TINY).left
+
+
+def test_two_protocols_in_one_file_are_refused(runs, tmp_path):
+    reproduce("vit-tiny", tmp_path, seeds=1, **TINY)
+    before = (tmp_path / "runs.jsonl").read_bytes()
+    message = r"runs.jsonl has cifar100_vit_tiny, seed 0, with train.epochs 1, but now it would be 2; .*--results"
+    for suite in ("vit-tiny", "hosts"):  # also where it shares no row
+        with pytest.raises(ValueError, match=message):
+            reproduce(suite, tmp_path, seeds=1, data="digits", epochs=2)
+    with pytest.raises(ValueError, match=r"with model.image_size 8, but now it would be 32"):
+        reproduce("vit-tiny", tmp_path, seeds=1, data="cifar100")
+    assert (tmp_path / "runs.jsonl").read_bytes() == before
+    assert len(runs) == 2
+
+
+def test_a_field_that_came_later_does_not_make_another_protocol(runs, tmp_path):
+    job = suites.plan("vit-tiny", 1, "digits", 1)[0]
+    record = made_up(job)
+    del record["config"]["train"]["nan_limit"]
+    append_record(tmp_path / "runs.jsonl", record)
+    assert not reproduce("vit-tiny", tmp_path, seeds=1, **TINY).left
+    record["seed"], record["config"]["train"]["colour"] = 1, "red"
+    append_record(tmp_path / "runs.jsonl", record)
+    with pytest.raises(ValueError, match=r"cifar100_vit_tiny, seed 1, .* unknown field 'train.colour'"):
+        reproduce("vit-tiny", tmp_path, seeds=1, **TINY)
+
+
+def test_a_second_process_is_kept_out(runs, tmp_path):
+    with RunFolder(tmp_path).held(), pytest.raises(ValueError, match=f"another process is training in {tmp_path}"):
+        reproduce("vit-tiny", tmp_path, seeds=1, **TINY)
+    assert not runs
+    reproduce("vit-tiny", tmp_path, seeds=1, **TINY)
+
+
+def test_mistakes_show_before_anything_runs(runs, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=r"suite must be one of table1, .*got 'tabel1'; did you mean 'table1'"):
+        reproduce("tabel1", out, **TINY)
+    with pytest.raises(
+        ValueError, match="data must be one of cifar100, digits, got 'cifar10'; did you mean 'cifar100'"
+    ):
+        reproduce("table1", out, data="cifar10")
+    with pytest.raises(ValueError, match="seeds must be more than 0"):
+        reproduce("table1", out, seeds=0)
+    with pytest.raises(ValueError, match=r"--data-dir must be .* of cifar100, got .*nowhere, which does not exist"):
+        reproduce("table1", out, data_dir=tmp_path / "nowhere")
+    assert not out.exists()
+    with pytest.raises(ValueError, match=r"--data-dir .*: root must be or hold one of cifar-100-binary"):
+        reproduce("table1", out, data_dir=tmp_path)
+    (out / "runs.jsonl").write_text('{"preset": "cifar100_afbo"}\n')
+    with pytest.raises(ValueError, match=r"runs.jsonl, line 1: the record has no seed"):
+        reproduce("table1", out, **TINY)
+    assert not runs
+
+
+def test_the_place_of_the_data_reaches_the_run_but_not_the_file(tmp_path, monkeypatch):
+    roots = []
+
+    def train_jobs(todo, device, stop, **_):
+        roots.extend(job.run.data.root for job in todo)
+        yield from ((job, made_up(job)) for job in todo)
+
+    monkeypatch.setattr(suites, "train_jobs", train_jobs)
+    monkeypatch.setattr(suites, "load", lambda data: None)
+    found = reproduce("vit-tiny", tmp_path / "out", seeds=1, data_dir=tmp_path)
+    assert roots == [str(tmp_path)] * 2
+    assert not found.left
+    assert str(tmp_path) not in (tmp_path / "out" / "runs.jsonl").read_text()
+    assert not reproduce("vit-tiny", tmp_path / "out", seeds=1).left
+
+
+def test_a_run_that_fails_is_passed_over(tmp_path, monkeypatch):
+    def train_jobs(todo, device, stop, **_):
+        yield todo[0], "diverged"
+        yield todo[1], made_up(todo[1])
+
+    monkeypatch.setattr(suites, "train_jobs", train_jobs)
+    found = reproduce("vit-tiny", tmp_path, seeds=1, **TINY)
+    assert [(job.preset, why) for job, why in found.failed.items()] == [("cifar100_vit_tiny", "diverged")]
+    assert [job.preset for job in found.left] == ["cifar100_vit_tiny"]
+    assert [r["preset"] for r in found.records] == ["cifar100_vit_tiny_pr"]
+
+
+def test_a_signal_between_runs_starts_no_other(runs, tmp_path):
+    class Impatient(suites.Unwatched):
+        def end(self, job, found, left):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.01)
+
+    found = reproduce("table1", tmp_path, seeds=1, watch=Impatient(), **TINY)
+    assert found.signal == signal.SIGTERM
+    assert len(runs) == len(found.records) == len(read_records(tmp_path / "runs.jsonl")) == 1
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_the_time_left_is_told(runs, tmp_path):
+    told = []
+
+    class Listening(suites.Unwatched):
+        def begin(self, done, total, left):
+            told.append((done, total, left))
+
+        def end(self, job, found, left):
+            told.append(left)
+
+    reproduce("vit-tiny", tmp_path, seeds=1, watch=Listening(), **TINY)
+    assert told[0] == (0, 2, None)
+    assert told[1] > 0
+    assert told[2] == 0
+    reproduce("vit-tiny", tmp_path, seeds=2, watch=Listening(), **TINY)
+    assert told[3] == (2, 4, 2.0)  # two runs of a second each, by the file
+    json.dumps(told)

@@ -1,0 +1,155 @@
+"""The page of a results file: what it says, its figures, and that both come out the same again."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from made_runs import run, suite
+
+from oqc.experiments import comparison
+from oqc.experiments.claims import AFBO, FULL
+from oqc.experiments.results import results_page
+from oqc.report.markdown import markdown_table, p_value, signed, spread
+from oqc.report.provenance import environment_line, training_line
+
+EFFECTS = {FULL: 1.34, "cifar100_unprojected_r56": 0.8}
+
+
+@pytest.fixture(scope="module")
+def records():
+    return suite(EFFECTS) + [run("cifar100_afbo_60epochs", seed, 64.9) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def page(records):
+    return results_page(records)
+
+
+def test_sections_and_figures(page):
+    titles = re.findall(r"^##+ (.*)$", page.text, flags=re.M)
+    for title in ("What holds", "What does not hold", "Main table", "Capacity", "Decomposition", "Rank sweep",
+                  "Mechanism", "Claims", "Calibration"):  # fmt: skip
+        assert title in titles
+    assert list(page.figures) == [f"figures/{name}.svg" for name in ("claims", "rank-sweep", "pareto", "mechanism")]
+    for path, svg in page.figures.items():
+        assert f"]({path})" in page.text
+        assert ET.fromstring(svg).tag.endswith("svg")
+    assert "not run yet" not in page.text
+    assert "None" not in page.text
+    assert not re.search(r"\bnan\b", page.text)
+
+
+def test_same_records_give_the_same_bytes(page, records):
+    again = results_page(records)
+    assert again == page
+
+
+def test_rows_stand_beside_the_papers(page):
+    (line,) = re.findall(r"^\| OQC full, R 64 \| 7\.19 M \| 6\.97 M .*$", page.text, flags=re.M)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[3] == "65.59 ± 0.22"
+    assert cells[5:] == ["4", "48,000", "0.80", "0.58"]
+
+
+def test_negative_findings_come_with_the_reason(page):
+    (line,) = re.findall(r"^- .*No orthogonalisation falls below AFBO\+PR.*$", page.text, flags=re.M)
+    assert "Likely a comparison across schedules" in line
+    assert "4 seeds" in line
+
+
+def test_calibration_and_provenance(page):
+    assert "| 50, frozen |" in page.text
+    assert re.search(r"^\| 60 \| 64\.90 ± 0\.00 \| 2 \| \+0\.65 \|$", page.text, flags=re.M)
+    assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, oqc 0.1.0, Python 3.12.3, commit ea2d3d7." in page.text
+    assert "50 epochs, batch 512, AdamW at 0.002" in page.text
+
+
+@pytest.mark.parametrize(
+    ("presets", "seeds"), [((AFBO,), 1), ((FULL,), 2), ((AFBO, FULL), 1), ((AFBO, FULL), 2), (("cifar100_mlp",), 3)]
+)
+def test_partial_files(presets, seeds):
+    page = results_page(suite({}, presets=presets, seeds=seeds))
+    assert "not run yet" in page.text
+    for svg in page.figures.values():
+        ET.fromstring(svg)
+
+
+def test_another_protocol_is_told():
+    records = suite({}, presets=(AFBO, FULL))
+    assert "then frozen for all models" in results_page(records).text
+    for record in records:
+        record["config"]["train"]["epochs"] = 7
+    text = results_page(records).text
+    assert "Training: 7 epochs" in text
+    assert "not the protocol that was calibrated" in text
+    assert ", frozen |" not in text
+
+
+def test_no_runs_at_all():
+    page = results_page([])
+    assert "Nothing is run yet" in page.text
+    assert not page.figures
+
+
+def test_other_files_are_a_plain_table(tmp_path):
+    records = suite({}, presets=(AFBO, FULL))
+    for record in records:
+        record["config"]["data"]["name"] = "digits"
+    page = results_page(records)
+    assert page.text.startswith("# Results: digits\n")
+    assert "| cifar100_full_r64 |" in page.text
+    assert "Claims" not in page.text
+    assert list(page.figures) == ["figures/accuracy.svg"]
+    written = page.write(tmp_path)
+    assert [path.relative_to(tmp_path).as_posix() for path in written] == ["results.md", "figures/accuracy.svg"]
+
+
+def test_unknown_presets_stand_apart():
+    page = results_page([*suite({}, presets=(AFBO,)), run(FULL, 0, 1.0) | {"preset": "mine"}])
+    assert "## Other runs\n\n| Model |" in page.text
+    assert "| mine | 1.00 |" in page.text
+
+
+def test_old_figures_of_ours_go_and_others_stay(tmp_path):
+    (tmp_path / "figures").mkdir()
+    for name in ("pareto.svg", "own.svg"):
+        (tmp_path / "figures" / name).write_text("old")
+    results_page(suite({}, presets=(AFBO,), seeds=1)).write(tmp_path)
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["own.svg"]
+
+
+def test_markdown_by_hand():
+    assert markdown_table(("A", "B", "C"), [["x|y", "", "1"], ["z", "", ""]]) == (
+        "| A | C |\n| --- | ---: |\n| x\\|y | 1 |\n| z | – |\n"
+    )
+    assert spread(65.594, 0.216) == "65.59 ± 0.22"
+    assert spread(65.594) == "65.59"
+    assert (signed(-0.0004, "separation_euclidean"), signed(1234.5, "images_per_s")) == ("-0.0004", "+1,234")
+    assert (p_value(0.0001), p_value(0.04)) == ("< 0.001", "0.040")
+
+
+def test_provenance_counts_what_differs():
+    records = suite({}, presets=(AFBO,), seeds=3)
+    records[0] = records[0] | {"environment": {"device": "cpu", "commit": "0" * 40 + "+changes"}}
+    line = environment_line(records)
+    assert "NVIDIA H200 (2 runs) and cpu (1 run)" in line
+    assert "commit ea2d3d7 (2 runs) and commit 0000000+changes (1 run)" in line
+    assert training_line({"config": {}}) == "not recorded"
+
+
+def test_a_config_that_cannot_be_read_is_named():
+    records = suite({}, presets=(AFBO,), seeds=1)
+    records[0]["config"]["train"]["epoch"] = 3
+    with pytest.raises(ValueError, match="cifar100_afbo, seed 0 has a config that cannot be read: unknown field"):
+        results_page(records)
+
+
+def test_speed_is_that_of_runs_that_had_the_device_to_themselves():
+    records = suite({}, presets=(AFBO, FULL))
+    for record in records[4:7]:
+        record |= {"at_once": 3, "images_per_s": 1.0}
+    assert comparison.compare(records).speed(FULL) == pytest.approx(0.8)
+    records[7]["at_once"] = 3
+    of = comparison.compare(records)
+    assert of.speed(FULL) is None
+    assert {f.why for c, f in of.findings.items() if c.metric == "images_per_s"} == {"not run yet"}

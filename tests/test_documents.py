@@ -1,0 +1,35 @@
+"""What README, docs/results.md and the presets say of our runs is what the records say."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(generate)
+
+
+def texts(svg):
+    """What a figure says: matplotlib leaves each text as a comment beside its outlines."""
+    return re.findall(r"<!-- (.*?) -->", svg)
+
+
+def test_generated_documents_are_up_to_date():
+    page, files = generate.documents(ROOT)
+    for name, text in {**files, "docs/results.md": page.text}.items():
+        assert (ROOT / name).read_bytes() == text.encode(), f"{name} is not what the records say: run make results"
+
+
+def test_figures_are_up_to_date():
+    """Byte for byte under the matplotlib that drew them; another one may place a line otherwise, but not say other
+    things."""
+    page, _ = generate.documents(ROOT)
+    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs" / "figures").glob("*.svg")}
+    assert there == set(page.figures), "docs/figures is not what the records say: run make results"
+    for name, fresh in page.figures.items():
+        kept = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        creator = re.compile(r"<dc:title>(.*?)</dc:title>")
+        if creator.findall(kept) == creator.findall(fresh):
+            assert kept == fresh, f"{name} is not what the records say: run make results"
+        assert texts(kept) == texts(fresh), f"{name} is not what the records say: run make results"
