@@ -1,12 +1,13 @@
 """Training step of an injected ViT-B/16 against the plain one, side by side; writes results/integrations/<gpu>.json.
 
-    python benchmarks/inject_vit_base.py [--batch 128] [--rank 64] [--complement lowrank] [--by-block] [--minutes 4]
+    python benchmarks/inject_vit_base.py [--complement lowrank] [--rank 64] [--by-block] [--graph] [--minutes 4]
 
 Both models run forward, backward and fused AdamW in bf16 autocast, compiled, on images made on the device. They take
 turns in short rounds, so that clocks and heat are the same for both; the ratio is the median over the rounds. Nothing
 is measured unless the injected model follows the literal equations. Compiling is timed apart; `--by-block` compiles a
-block once for all twelve instead of the whole model, in a fraction of the time. The record is written after each round,
-and rounds end with the given minutes.
+block once for all twelve instead of the whole model, in a fraction of the time; `--graph` replays the compiled step
+from one CUDA graph, so that the host's launches cost nothing. The record is written after each round, and rounds end
+with the given minutes; the time in which the GPU was busy stands beside.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def check(model: nn.Module, device: torch.device) -> float:
     return error
 
 
-def step_of(model: nn.Module, batch: int, device: torch.device, *, by_block: bool) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+def step_of(model: nn.Module, batch: int, device: torch.device, *, by_block: bool, graph: bool) -> Callable[[], None]:
+    cuda = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda, capturable=cuda)
     parts: Any = model.blocks if by_block else [model]
     for module in parts:
         module.compile(fullgraph=True)
@@ -74,7 +76,26 @@ def step_of(model: nn.Module, batch: int, device: torch.device, *, by_block: boo
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    if not graph:
+        return step
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, stream=side):
+        step()
+    return captured.replay
+
+
+def busy_ms(step: Callable[[], None], device: torch.device, steps: int = 3) -> tuple[float, dict[str, float]]:
+    """Milliseconds a step in which the GPU runs a kernel, and the longest kernels, by the profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        seconds(step, steps, device)
+    times = {event.key[:90]: event.self_device_time_total / steps / 1e3 for event in profile.key_averages()}
+    longest = sorted(times, key=lambda key: -times[key])[:40]
+    return sum(times.values()), {key: round(times[key], 4) for key in longest}
 
 
 def seconds(step: Callable[[], None], steps: int, device: torch.device) -> float:
@@ -99,6 +120,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--by-block", action="store_true")
+    parser.add_argument("--graph", action="store_true")
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--out", type=Path, default=Path("results/integrations"))
     args = parser.parse_args()
@@ -109,12 +131,17 @@ def main() -> None:
     models = {"plain": make(args, device, injected=False), "injected": make(args, device, injected=True)}
     error = check(models["injected"], device)
     parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
-    steps = {name: step_of(model, args.batch, device, by_block=args.by_block) for name, model in models.items()}
-    ready = {name: seconds(step, 1, device) for name, step in steps.items()}
+    steps, ready = {}, {}
+    for name, model in models.items():
+        start = time.perf_counter()
+        steps[name] = step_of(model, args.batch, device, by_block=args.by_block, graph=args.graph)
+        seconds(steps[name], 1, device)
+        ready[name] = time.perf_counter() - start
     for step in steps.values():
         seconds(step, args.warmup, device)
     gpu = torch.cuda.get_device_name().lower().replace(" ", "-") if device.type == "cuda" else "cpu"
-    path = args.out / f"{gpu}-{args.model}-{args.complement}-r{args.rank}.json"
+    mode = "-graph" if args.graph else ""
+    path = args.out / f"{gpu}-{args.model}-{args.complement}-r{args.rank}{mode}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {
         "environment": environment(device),
@@ -125,17 +152,24 @@ def main() -> None:
         "batch": args.batch,
         "precision": "bf16 autocast",
         "compiled": "by block" if args.by_block else "whole",
+        "graph": args.graph,
         "parameters": parameters,
         "error_to_literal_form": error,
         "compile_s": ready,
         "steps_per_round": args.steps,
     }
+    if device.type == "cuda":
+        kernels = {name: busy_ms(step, device) for name, step in steps.items()}
+        about |= {"gpu_busy_ms": {name: found[0] for name, found in kernels.items()}}
+        about |= {"longest_kernels_ms": {name: found[1] for name, found in kernels.items()}}
     rounds: list[dict[str, float]] = []
     while len(rounds) < args.rounds and (not rounds or time.perf_counter() - began < 60 * args.minutes):
         rounds.append({name: seconds(step, args.steps, device) for name, step in steps.items()})
         found = measured(rounds, args.batch)
         path.write_text(json.dumps(about | found, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in (about | found).items() if name != "environment"}))
+    print(
+        json.dumps({name: value for name, value in (about | found).items() if not name.startswith(("env", "longest"))})
+    )
 
 
 def measured(rounds: list[dict[str, float]], batch: int) -> dict[str, Any]:

@@ -79,7 +79,16 @@ def test_opcheck(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     torch.use_deterministic_algorithms(False)
     for name, args in seen.items():
-        torch.library.opcheck(getattr(operators, name), args)
+        operator = getattr(operators, name)
+        torch.library.opcheck(operator, args)
+        results = operator(*args)
+        count = sum(a is None or isinstance(a, Tensor) for a in args)  # tensors come first
+        saved = () if name == "fold" else results[1:]
+        rest = args[count:-1] if name == "fold" else args[count:]
+        backward = getattr(torch.ops.oqc, f"{name}_backward").default
+        torch.library.opcheck(  # shapes and strides, which compiled code relies on
+            backward, (torch.randn_like(results[0]), *args[:count], *saved, *rest), test_utils="test_faketensor"
+        )
 
 
 def test_autocast_and_checkpointing() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from oqc import ops
 from oqc.config import COMPLEMENTS, check_choice
@@ -149,7 +150,10 @@ class Complement(nn.Module):
         """u(x) and v(x), Eq. 2; shared: the first R channels of the host's two maps (of its one map, twice)."""
         if self.kind.shared:
             return maps[0][..., : self.rank], maps[-1][..., : self.rank]
-        return self.u(x), self.v(x)
+        if not ops.is_plain(self.u, self.v):
+            return self.u(x), self.v(x)
+        u, v = F.linear(x, torch.cat([self.u.weight, self.v.weight])).split(self.rank, dim=-1)  # reads x once
+        return u, v
 
     def gate(self, x: Tensor) -> Tensor:
         """The mixing coefficient in (0, 1), times alpha if there is one: [] for a scalar, [..., 1] for one a token."""

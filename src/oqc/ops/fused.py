@@ -147,7 +147,8 @@ def ffn_complement(
     with full_precision(b):
         scalar = gate.numel() == 1
         inputs = (
-            *(_rows(item, dtype) for item in (b, u, v)),
+            _rows(b, dtype).contiguous(),
+            *(_rows(item, dtype) for item in (u, v)),
             gate.float().reshape(()) if scalar else gate.float().expand(*b.shape[:-1], 1).reshape(-1),
             *fold([weight], [lift], [project], space, dtype)[0],
             bias,
@@ -173,8 +174,9 @@ def _pad_rows(weight: Tensor, count: int) -> Tensor:
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., n] as [T, n], contiguous."""
-    return x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
+    """[..., n] as [T, n], with any distance between rows."""
+    rows = x.reshape(-1, x.shape[-1]).to(dtype)
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def _may_need_grad(*tensors: Tensor | None) -> bool:

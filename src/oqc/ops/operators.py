@@ -249,12 +249,15 @@ def _afbo_shapes(*args: Any) -> tuple[Tensor, ...]:
 
 @_afbo_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    dy, x, weight_in, tap_a, stack, bias = (args[i] for i in (0, 1, 2, 4, 8, 10))
+    dy, x, weight_in, tap_a, stack, gram, bias = (args[i] for i in (0, 1, 2, 4, 8, 9, 10))
     flat = _like_sums(x, 22 * tap_a.shape[0])
     ends = _like_sums(x, dy.shape[1] + GATE_PARTS)
     if Form(*args[20:]).space == "host":
         ends = x.new_empty(0) if bias is None else _like_sums(x, dy.shape[1])
-    return torch.empty_like(x), torch.empty_like(weight_in), flat, torch.empty_like(stack), ends
+    dstack = torch.empty_like(stack)
+    if on_kernels(x):
+        dstack = stack.new_empty(stack.shape[0], _both_columns(stack, gram))[:, : stack.shape[1]]
+    return torch.empty_like(x), torch.empty_like(weight_in), flat, dstack, ends
 
 
 @complement.register_fake
