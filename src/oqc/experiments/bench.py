@@ -81,9 +81,10 @@ def run_bench(
         check_parity(case.model, case.backend, device, precision)
     rates = device_rates(device)
     prepared = []
-    for case in todo:
-        prepared.append(_Prepared(case, device, batch, precision))
-        on_ready(case)
+    with torch._dynamo.config.patch(recompile_limit=4 * len(todo) + 8):  # each model is one more variant of a block
+        for case in todo:
+            prepared.append(_Prepared(case, device, batch, precision))
+            on_ready(case)
     steps = [max(2, round(seconds / one.time(3))) for one in prepared]
     taken = [[one.time(n) for one, n in zip(prepared, steps, strict=True)] for _ in range(repeats)]
     rows = []

@@ -61,11 +61,13 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this package is imported from, with `+changes` if its files differ from it; where
-    the history did not come along, what OQC_COMMIT says."""
+    """What OQC_COMMIT says, for a copy whose history did not come along; otherwise the commit of the checkout this
+    package is imported from, with `+changes` if its files differ from it."""
+    if os.environ.get("OQC_COMMIT"):
+        return os.environ["OQC_COMMIT"]
     root = next((p for p in Path(__file__).resolve().parents if (p / "src" / "oqc").is_dir()), None)
     if root is None or not (root / ".git").exists():
-        return os.environ.get("OQC_COMMIT")
+        return None
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
     changed = commit and _output("git", "-C", str(root), "status", "--porcelain", "--", "src")
     return f"{commit}+changes" if changed else commit
