@@ -200,7 +200,7 @@ def measure(
         squares = {"y": squares_of(result * chosen.to(dtype), y * chosen)}
         squares |= {name: squares_of(low[name].grad, t.grad) for name, t in exact.items() if t.grad is not None}
         if gate is not None and gate.grad is not None:
-            terms = float((gate.grad * gate * (1 - gate)).detach().square().sum())
+            terms = float((gate.grad * gate * (1 - gate)).detach().abs().sum()) ** 2
             squares |= {name: (squares[name][0], terms) for name in SCALARS if name in squares}
         found.append(squares)
     return found

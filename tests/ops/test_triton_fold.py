@@ -25,7 +25,7 @@ def test_fold(width: int, hidden: int, rank: int, space: str, layers: int, guard
     results = triton_fold.forward(weight, lift, given, space=space, dtype=torch.float32)
     doubles = [None if item is None else item.double() for item in (weight, lift, given)]
     upstream = torch.randn_like(results[0])
-    gradients = triton_fold.backward(upstream, weight, lift, given, space=space)
+    gradients = triton_fold.backward(upstream, weight, lift, given, space=space, dtype=torch.float32)
     guards.check()
     expected = plain.fold(*doubles, space, torch.float64)
     exact = plain.gradients(lambda *args: plain.fold(*args)[0], upstream.double(), doubles, (space, torch.float64))

@@ -84,10 +84,9 @@ def test_opcheck(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         results = operator(*args)
         count = sum(a is None or isinstance(a, Tensor) for a in args)  # tensors come first
         saved = () if name == "fold" else results[1:]
-        rest = args[count:-1] if name == "fold" else args[count:]
         backward = getattr(torch.ops.oqc, f"{name}_backward").default
         torch.library.opcheck(  # shapes and strides, which compiled code relies on
-            backward, (torch.randn_like(results[0]), *args[:count], *saved, *rest), test_utils="test_faketensor"
+            backward, (torch.randn_like(results[0]), *args[:count], *saved, *args[count:]), test_utils="test_faketensor"
         )
 
 
@@ -124,8 +123,8 @@ def test_inference_keeps_nothing_and_gives_the_same_output() -> None:
     for case in SMALL:
         p, function = _call(case)
         y = function(p)
-        with torch.no_grad():
-            assert torch.equal(function(p), y)
+        with torch.no_grad():  # another compilation of the kernels, so equal to rounding only
+            torch.testing.assert_close(function(p), y, rtol=1e-5, atol=1e-6)
 
 
 def test_runs_repeat_to_the_bit() -> None:

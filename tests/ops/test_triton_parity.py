@@ -1,18 +1,19 @@
 """The fused operators against the float64 oracle.
 
-Bars: the RMS error of the output and of every gradient, over the RMS of the oracle's, is at most 1e-5 in fp32 and 1e-2
-in half precision, and in half precision at most 1.25 times that of the literal equations in the same dtype. Each shape
-is held to the first, a family's shapes pooled to both. In half precision fewer than 1000 tokens are allowed
-1 + 3 / sqrt(tokens) times as much: a few tokens make most of the error, so that over T of them its square scatters by
-about 2 / sqrt(T) of itself, and 3 / sqrt(T) of the root are three standard deviations.
+Bars of the three hundred shapes: the RMS error of the output and of every gradient, over the RMS of the oracle's, is at
+most 1e-5 in fp32 and 1e-2 in half precision, each shape and a family's shapes pooled; pooled in half precision it is
+also at most 1.25 times that of the literal equations in the same dtype, for biases, which are sums of both signs over
+all tokens, 1.5 times. In half precision fewer than 1000 tokens are allowed 1 + 3 / sqrt(tokens) times as much: a few
+tokens make most of the error, so that over T of them its square scatters by about 2 / sqrt(T) of itself, and
+3 / sqrt(T) of the root are three standard deviations. The awkward shapes and the small families are there for what a
+kernel touches and for errors of its logic: five times the bar in half precision, and no comparison.
 
 The bars hold for tokens where the branch is not nearly parallel to the host, |cos| <= 0.85; beyond, the problem's own
-condition grows as 1 / sin^2, and the bar with it. A scalar's gradient is a sum of signed terms, so its error is
-measured against three times the root of the sum of their squares, and not compared with the literal's.
+condition grows as 1 / sin^2, and the bar with it. A scalar's gradient is a sum of signed terms which share the rounding
+of the weights: its error is measured against the sum of their absolute values, and not compared with the literal's.
 
 What an operator allocates lies between canaries and starts as NaN. Without a GPU the kernels run under Triton's
-interpreter, which truncates to bf16 instead of rounding: four times the bar there, and the literal equations are
-compared with in fp16 alone.
+interpreter, which truncates to bf16 instead of rounding.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from torch import Tensor
 
 from oqc.ops import operators
 
-BARS = {torch.float32: 1e-5, torch.bfloat16: 4e-2 if operators.INTERPRETED else 1e-2, torch.float16: 1e-2}
-LITERAL = 1.25
+BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+LITERAL, LITERAL_BIAS = 1.25, 1.5
 Shape = tuple[int, int, int]  # images, grid rows, prefix tokens
 
 
@@ -64,10 +65,11 @@ def check_family(
     dtype: torch.dtype,
     shapes: Sequence[Shape],
     *,
+    many: bool = False,
     guards: Guards,
     record: Callable[[str, object], None],
 ) -> None:
-    """Holds every shape, and all together, to the bars; puts the errors on record first."""
+    """Holds every shape to the bar and, of `many`, all together; puts the errors on record first."""
     found = []
     for seed, shape in enumerate(shapes):
         found.append(measure(case, [function, literal_output], dtype, shape, seed))
@@ -75,18 +77,17 @@ def check_family(
     assert guards.count, "nothing was guarded"
     errors, above = {}, []
     for name in found[0][0]:
-        bar = BARS[dtype] * (3 if name in SCALARS else 1)
+        bar = BARS[dtype] * (1 if many or dtype is torch.float32 else 5)
         each = [ratio(own[name]) for own, _ in found]
         pooled, plain = (ratio(_sum([pair[i][name] for pair in found])) for i in range(2))
         errors[name] = {"worst": max(each), "pooled": pooled, "literal": plain}
-        total = tokens_of(case, shapes)
         for error, shape in zip(each, shapes, strict=True):
             if not error <= bar * scatter(dtype, tokens_of(case, [shape])):
                 above.append(f"{name} {error:.2e} at {shape}")
-        if not pooled <= bar * scatter(dtype, total):
+        if not pooled <= bar * scatter(dtype, tokens_of(case, shapes)):
             above.append(f"{name} {pooled:.2e} pooled")
-        rounds = dtype is torch.float16 or (dtype is torch.bfloat16 and not operators.INTERPRETED)
-        if rounds and name not in SCALARS and not pooled <= LITERAL * scatter(dtype, total) * plain:
+        allowed = LITERAL_BIAS if name.endswith("bias") else LITERAL
+        if many and dtype is not torch.float32 and name not in SCALARS and not pooled <= allowed * plain:
             above.append(f"{name} {pooled:.2e} against the literal equations' {plain:.2e}")
     for key, value in (("dtype", str(dtype)), ("shapes", len(shapes)), ("errors", json.dumps(errors))):
         record(key, value)
@@ -127,7 +128,7 @@ def test_nearly_parallel_tokens_lose_digits_no_faster_than_the_sine(dtype: torch
         assert cosine is not None
         assert cosine.max() > 0.95
         for name, pair in measure(case, [ours], dtype, (16, 4, 0), seed, near=True)[0].items():
-            assert ratio(pair) <= BARS[dtype] / (1 - cosine.max() ** 2), name
+            assert ratio(pair) <= BARS[dtype] * (4 if operators.INTERPRETED else 1) / (1 - cosine.max() ** 2), name
 
 
 def many_shapes(case: Case, count: int = 30) -> list[Shape]:
@@ -157,7 +158,7 @@ def test_shapes_are_as_many_as_claimed() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_three_hundred_shapes(case: Case, dtype: torch.dtype, check: Any) -> None:
-    check(case, ours, dtype, many_shapes(case))
+    check(case, ours, dtype, many_shapes(case), many=True)
 
 
 @pytest.mark.gpu
@@ -172,4 +173,4 @@ def test_a_hundred_awkward_shapes(case: Case, dtype: torch.dtype, check: Any) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", LARGE[:4], ids=str)
 def test_the_shape_of_the_paper(case: Case, dtype: torch.dtype, check: Any) -> None:
-    check(case, ours, dtype, [(512, 8, 0)])
+    check(case, ours, dtype, [(512, 8, 0)], many=True)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from oqc.ops import operators  # noqa: F401  the operators must exist
+from oqc.ops.plain import Form, padded_rank, width_of
 
 
 @register_flop_formula(torch.ops.oqc.fold)
@@ -26,17 +27,17 @@ def _fold_backward_flops(dstack: Any, weight: Any, lift: Any, *_: Any, **__: Any
 
 @register_flop_formula(torch.ops.oqc.afbo)
 def _afbo_flops(x: Any, weight_in: Any, *args: Any, **_: Any) -> int:
-    tap_a, stack, gram, space = args[1], args[5], args[6], args[13]
-    return 2 * x[0] * (x[1] * weight_in[0] + 18 * tap_a[0] + _branch_flops(stack, gram, space))
+    tap_a, stack = args[1], args[5]
+    return 2 * x[0] * (x[1] * weight_in[0] + 18 * tap_a[0] + _branch_flops(stack, *args))
 
 
-def _branch_flops(stack: Any, gram: Any, space: str) -> int:
-    """A token's products with the parts of S = [W M; P 0; 0 G]."""
-    if gram is None:
-        return stack[0] * stack[1]
-    rank = gram[0]
-    hidden, width = stack[1] - rank, stack[0] - rank * (1 if space == "none" else 2)
-    return width * stack[1] + (0 if space == "none" else rank * hidden) + rank * rank
+def _branch_flops(stack: Any, *args: Any) -> int:
+    """A token's products with the parts of S = [W M; P 0; 0 G], or with W alone. `args` end with a form."""
+    form = Form(*args[-len(Form._fields) :])
+    width, padded = width_of(torch.empty(stack, device="meta"), form), padded_rank(form)
+    if form.space == "host":
+        return width * stack[1]
+    return width * stack[1] + (0 if form.space == "none" else padded * (stack[1] - padded)) + padded * padded
 
 
 @register_flop_formula(torch.ops.oqc.afbo_backward)
@@ -45,8 +46,8 @@ def _afbo_backward_flops(dy: Any, *args: Any, **_: Any) -> int:
 
 
 @register_flop_formula(torch.ops.oqc.complement)
-def _complement_flops(b: Any, u: Any, v: Any, gate: Any, stack: Any, gram: Any, *args: Any, **_: Any) -> int:
-    return 2 * b[0] * _branch_flops(stack, gram, args[5])
+def _complement_flops(b: Any, u: Any, v: Any, gate: Any, stack: Any, *args: Any, **_: Any) -> int:
+    return 2 * b[0] * _branch_flops(stack, *args)
 
 
 @register_flop_formula(torch.ops.oqc.complement_backward)

@@ -29,7 +29,7 @@ from oqc.ops.reference import Space, full_precision
 MOST_RANK = 128  # beyond it a block of tokens no longer fits a program's registers
 
 TokenGate = tuple[Tensor, Tensor | None]  # weight [1, D] and bias [1] of a gate per token
-Folded = tuple[Tensor, Tensor]  # S and G
+Folded = tuple[Tensor, Tensor]  # S in the compute dtype, and in fp32
 
 
 def chosen(backend: str, x: Tensor, rank: int = 0) -> bool:
@@ -53,8 +53,8 @@ def fold(
     """What the operators need of the weights alone, for all layers in one launch."""
     given = [item for item in projects if item is not None]
     project = _stacked(given) if given else None
-    stack, gram = operators.fold(_stacked(weights), _stacked(lifts), project, space, dtype)
-    return list(zip(stack.unbind(), gram.unbind(), strict=True))
+    exact, stack = operators.fold(_stacked(weights), _stacked(lifts), project, space, dtype)
+    return list(zip(stack.unbind(), exact.unbind(), strict=True))
 
 
 def ffn_afbo(
@@ -102,15 +102,15 @@ def ffn_afbo(
         bias_in = torch.cat([m.new_zeros(m.shape[0]) if item is None else item for m, item in pairs])
     weight_in = torch.cat(maps).to(dtype)
     with full_precision(x):
-        stack, gram = weight.to(dtype), None
+        stack, exact = weight.to(dtype), None
         if lift is not None:
-            stack, gram = folded or fold([weight], [lift], [project], space, dtype)[0]
+            stack, exact = folded or fold([weight], [lift], [project], space, dtype)[0]
         inputs = (
             x.reshape(-1, x.shape[-1]).to(dtype),
             weight_in,
             bias_in,
             *(spatial_a, spatial_a_bias, spatial_b, spatial_b_bias),
-            *(stack, gram, bias, value),
+            *(stack, exact, bias, value),
         )
         form = Form(
             rows=grid[0],

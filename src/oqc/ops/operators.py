@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oqc.ops import plain
-from oqc.ops.plain import GATE_COLUMNS, GATE_PARTS, Form, cast, split, width_of
+from oqc.ops.plain import GATE_COLUMNS, GATE_PARTS, Form, cast, padded_rank, split, width_of
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,9 +28,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 _AFBO = (
     "Tensor x, Tensor weight_in, Tensor? bias_in, Tensor tap_a, Tensor? bias_a, Tensor tap_c, Tensor? bias_c,"
-    " Tensor stack, Tensor? gram, Tensor? bias, Tensor? gate"
+    " Tensor stack, Tensor? exact, Tensor? bias, Tensor? gate"
 )
-_COMPLEMENT = "Tensor b, Tensor u, Tensor v, Tensor gate, Tensor stack, Tensor gram, Tensor? bias"
+_COMPLEMENT = "Tensor b, Tensor u, Tensor v, Tensor gate, Tensor stack, Tensor exact, Tensor? bias"
 _SAVED = "Tensor t, Tensor gp, Tensor energy, Tensor power, Tensor keep, Tensor host"  # triton_complement.Saved, W b
 _FORM = (
     "int rows, int columns, int prefix, int rank, str space, bool normalise, str gate_kind, bool shared, float eps,"
@@ -58,7 +58,7 @@ def _operator(name: str, inputs: str, results: int) -> Callable[[Callable[..., A
 
 @_operator("fold", f"{_WEIGHTS}, str space, ScalarType dtype", 2)
 def fold(weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """S and G of all layers, which lie along the first axis."""
+    """S of all layers, which lie along the first axis: in full precision, and in `dtype`."""
     if not on_kernels(weight):
         return plain.fold(weight, lift, project, space, dtype)
     from oqc.ops import triton_fold
@@ -68,26 +68,26 @@ def fold(weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype
         return triton_fold.forward(*given, space=space, dtype=dtype)
 
 
-@_operator("fold_backward", f"Tensor dstack, {_WEIGHTS}, str space", 3)
+@_operator("fold_backward", f"Tensor dstack, {_WEIGHTS}, str space, ScalarType dtype", 3)
 def _fold_backward(*args: Any) -> tuple[Tensor, ...]:
-    dstack, weight, lift, project, space = args
+    dstack, weight, lift, project, space, dtype = args
     if not on_kernels(weight):
-        return plain.gradients(_plain_stack, dstack, (weight, lift, project), (space, dstack.dtype))
+        return plain.gradients(_plain_fold, dstack, (weight, lift, project), (space, dtype))
     from oqc.ops import triton_fold
 
     with on_device_of(weight):
         given = (weight.contiguous(), lift.contiguous(), None if project is None else project.contiguous())
-        return triton_fold.backward(dstack.contiguous(), *given, space=space)
+        return triton_fold.backward(dstack.contiguous(), *given, space=space, dtype=dtype)
 
 
-def _plain_stack(*args: Any) -> Tensor:
+def _plain_fold(*args: Any) -> Tensor:
     return plain.fold(*args)[0]
 
 
 @_operator("afbo", f"{_AFBO}, {_FORM}", 9)
 def afbo(*args: Any) -> tuple[Tensor, ...]:
     """y; proj and [b | z]; what the complement saves, and W b."""
-    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, gram, bias, gate = args[:11]
+    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:11]
     form, hidden = Form(*args[11:]), tap_a.shape[0]
     if not on_kernels(x):
         return plain.afbo(*args), *_afbo_shapes(*args)[1:]
@@ -96,19 +96,19 @@ def afbo(*args: Any) -> tuple[Tensor, ...]:
     with on_device_of(x):
         proj = F.linear(x, weight_in, cast(bias_in, x))  # [T, C]
         a, c, u, v, logit = split(proj, hidden, form)
-        both = x.new_empty(x.shape[0], _both_columns(stack, gram))  # [b | z], b alone without a complement
+        both = x.new_empty(x.shape[0], _both_columns(stack, form))  # [b | z], b alone without a complement
         b, z = both[:, :hidden], both[:, hidden:]
         triton_spatial.forward(a, c, (tap_a, bias_a, tap_c, bias_c), **_place(form), out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
         host = x.new_empty(0)
         if form.space != "host":
-            branch = (u, v, gate if logit is None else logit[:, 0], stack, gram)
+            branch = (u, v, gate if logit is None else logit[:, 0], stack, _gram(exact, form))
             saved = triton_complement.coefficients(b, *branch, **_kind(form), save=form.save, out=z)
-        rows = stack[: width_of(stack, gram, form)]
+        rows = stack[: width_of(stack, form)]
         if form.space == "hidden":
             host = b @ rows[:, :hidden].T
             out = torch.empty_like(host) if form.save else host
-            y = triton_complement.combination(host, z[:, : gram.shape[0]], stack, bias, saved[-1], out)
+            y = triton_complement.combination(host, z[:, : padded_rank(form)], stack, bias, saved[-1], out)
         else:
             y = F.linear(both[:, : stack.shape[1]], rows, cast(bias, x))
     return (y, proj, both, *saved, host) if form.save else (y, *_empty(x, 8))
@@ -118,7 +118,7 @@ def afbo(*args: Any) -> tuple[Tensor, ...]:
 def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
     """dx, dweight_in, in one vector of 22 H the depthwise maps' gradients and the sums of da and dc, dS, and in one
     of D + GATE_PARTS the gradient of the bias and parts of the gate's."""
-    dy, x, weight_in, _, tap_a, bias_a, tap_c, bias_c, stack, gram, bias, gate = args[:12]
+    dy, x, weight_in, _, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:12]
     proj, both, *saved, host = args[12:20]
     form, hidden = Form(*args[20:]), tap_a.shape[0]
     if not on_kernels(x):
@@ -138,7 +138,7 @@ def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
                 du, dv = torch.empty_like(u), torch.empty_like(v)
             branch = (host, u, v, gate if logit is None else logit[:, 0], triton_complement.Saved(*saved), stack)
             stacked, dpower, ends = triton_complement.gradients(dy, *branch, **_kind(form), du=du, dv=dv, dgate=dlogit)
-        rows = stack.shape[0] - (0 if gram is None else gram.shape[0])  # all but G's
+        rows = stack.shape[0] - (0 if exact is None else padded_rank(form))  # all but G's
         db = stacked[:, :rows] @ stack[:rows, :hidden]
         flat = triton_spatial.backward(db, dpower, a, c, (tap_a, bias_a, tap_c, bias_c), **_place(form), da=da, dc=dc)
         if form.shared:
@@ -146,19 +146,21 @@ def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
             for out, total, extra in ((da, sums[0], du), (dc, sums[1], dv)):
                 out[:, : form.rank] += extra
                 total[: form.rank] += extra.sum(0)
-        dstack = (stacked.T @ both)[: stack.shape[0], : stack.shape[1]]
+        dstack = dy.T @ both if form.space == "host" else _over_tokens(stacked, both)
+        dstack = dstack[: stack.shape[0], : stack.shape[1]]
         if form.space == "hidden":  # its M sees dy, not (1 + kappa) dy
-            torch.mm(dy.T, both[:, hidden : stack.shape[1]], out=dstack[: dy.shape[1], hidden:])
+            dstack[: dy.shape[1], hidden:] = _over_tokens(dy, both[:, hidden : stack.shape[1]])
         return dproj @ weight_in, dproj.T @ x, flat, dstack, ends
 
 
 def _plain_afbo_backward(dy: Tensor, inputs: tuple[Any, ...], form: Form) -> tuple[Tensor, ...]:
-    dx, dweight, dbias_in, *maps, dstack, _, dbias, dgate = plain.gradients(plain.afbo, dy, inputs, form)
+    dx, dweight, dbias_in, *maps, dstack, dexact, dbias, dgate = plain.gradients(plain.afbo, dy, inputs, form)
     hidden = maps[0].shape[0]
     parts = [g.new_zeros(hidden) if item is None else g.flatten() for g, item in zip(maps, inputs[3:7], strict=True)]
     parts.append(dbias_in[: 2 * hidden] if len(dbias_in) else dx.new_zeros(2 * hidden))
     if form.gate == "logit":
         dgate = dbias_in[-GATE_COLUMNS] if len(dbias_in) else dx.new_zeros(())
+    dstack = dstack if form.space == "host" else dexact
     return dx, dweight, torch.cat(parts), dstack, _plain_ends(dy, dbias, dgate)
 
 
@@ -170,29 +172,33 @@ def _plain_ends(dy: Tensor, dbias: Tensor, dgate: Tensor) -> Tensor:
 @_operator("complement", f"{_COMPLEMENT}, {_FORM}", 8)
 def complement(*args: Any) -> tuple[Tensor, ...]:
     """y; z, what the complement saves, and W b."""
-    b, u, v, gate, stack, gram, bias = args[:7]
-    form = Form(*args[7:])
+    b, u, v, gate, stack, exact, bias = args[:7]
+    form, hidden = Form(*args[7:]), b.shape[1]
     if not on_kernels(b):
         return plain.complement(*args), *_complement_shapes(*args)[1:]
     from oqc.ops import triton_complement
 
     with on_device_of(b):
-        z = b.new_empty(b.shape[0], gram.shape[0])
-        branch = (u, v, gate, stack, gram)
-        saved = triton_complement.coefficients(b, *branch, **_kind(form), save=form.save, out=z)
-        host = b @ stack[: width_of(stack, gram, form), : b.shape[1]].T
+        width = width_of(stack, form)
+        rows = width + (padded_rank(form) if form.space == "rank" else 0)  # W b, and t beside it
+        host = b @ stack[:rows, :hidden].T
+        z = b.new_empty(b.shape[0], padded_rank(form))
+        saved = triton_complement.coefficients(
+            *(b, u, v, gate, stack, _gram(exact, form)), **_kind(form), save=form.save, out=z, t=host[:, width:]
+        )
         kept = form.space == "hidden" and form.save
-        y = triton_complement.combination(host, z, stack, bias, saved.keep, torch.empty_like(host) if kept else host)
+        out = b.new_empty(b.shape[0], width) if kept or rows > width else host
+        y = triton_complement.combination(host[:, :width], z, stack, bias, saved.keep, out)
     return (y, z, *saved, host if kept else b.new_empty(0)) if form.save else (y, *_empty(b, 7))
 
 
 @_operator("complement_backward", f"Tensor dy, {_COMPLEMENT}, Tensor z, {_SAVED}, {_FORM}", 6)
 def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
     """The gradients of b, u, v, gate (a token's) and S, and in one vector that of the bias and parts of the gate's."""
-    dy, b, u, v, gate, stack, gram, _, z, *saved, host = args[:15]
+    dy, b, u, v, gate, stack, _, _, z, *saved, host = args[:15]
     form, hidden = Form(*args[15:]), b.shape[1]
     if not on_kernels(b):
-        db, du, dv, dgate, dstack, _, dbias = plain.gradients(plain.complement, dy, args[1:8], form)
+        db, du, dv, dgate, _, dstack, dbias = plain.gradients(plain.complement, dy, args[1:8], form)
         return db, du, dv, dgate, dstack, _plain_ends(dy, dbias, dgate)
     from oqc.ops import triton_complement
 
@@ -207,15 +213,13 @@ def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
             dv=dv,
             dgate=dgate if form.gate == "token" else None,
         )
-        rows = stack.shape[0] - gram.shape[0]  # all but G's
+        rows = stack.shape[0] - padded_rank(form)  # all but G's
         db = stacked[:, :rows] @ stack[:rows, :hidden]
         if dpower is not None:
             db.addcmul_(b, (2 * dpower[:, None]).to(b.dtype))
-        dstack = torch.zeros_like(stack)
-        torch.mm(stacked[:, :rows].T, b, out=dstack[:rows, :hidden])
-        dstack[:, hidden:] = stacked[:, : stack.shape[0]].T @ z
+        dstack = torch.cat([_over_tokens(stacked, b), _over_tokens(stacked, z)], 1)[: stack.shape[0]]
         if form.space == "hidden":  # its M sees dy, not (1 + kappa) dy
-            dstack[: dy.shape[1], hidden:] = dy.T @ z
+            dstack[: dy.shape[1], hidden:] = _over_tokens(dy, z)
     return db, du, dv, dgate, dstack, ends
 
 
@@ -227,8 +231,9 @@ def _fold_shapes(
     weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     (layers, width, hidden), padded = weight.shape, lift.shape[2] + -lift.shape[2] % 8
-    stack = weight.new_empty(layers, width + (1 if space == "none" else 2) * padded, hidden + padded, dtype=dtype)
-    return stack, weight.new_empty(layers, padded, padded, dtype=torch.promote_types(weight.dtype, torch.float32))
+    shape = (layers, width + (1 if space == "none" else 2) * padded, hidden + padded)
+    full = torch.promote_types(weight.dtype, torch.float32)
+    return weight.new_empty(shape, dtype=full), weight.new_empty(shape, dtype=dtype)
 
 
 @_fold_backward.register_fake
@@ -239,45 +244,47 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 @afbo.register_fake
 def _afbo_shapes(*args: Any) -> tuple[Tensor, ...]:
-    x, weight_in, stack, gram, form = args[0], args[1], args[7], args[8], Form(*args[11:])
-    y = x.new_zeros(x.shape[0], width_of(stack, gram, form))
+    x, weight_in, stack, form = args[0], args[1], args[7], Form(*args[11:])
+    y = x.new_zeros(x.shape[0], width_of(stack, form))
     if not form.save:
         return y, *_empty(x, 8)
-    kept = [x.new_zeros(x.shape[0], n) for n in (weight_in.shape[0], _both_columns(stack, gram))]
-    return y, *kept, *(_empty(x, 6) if form.space == "host" else _saved_shapes(x, y, gram, form))
+    kept = [x.new_zeros(x.shape[0], n) for n in (weight_in.shape[0], _both_columns(stack, form))]
+    return y, *kept, *(_empty(x, 6) if form.space == "host" else _saved_shapes(x, y, form))
 
 
 @_afbo_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    dy, x, weight_in, tap_a, stack, gram, bias = (args[i] for i in (0, 1, 2, 4, 8, 9, 10))
+    dy, x, weight_in, tap_a, stack, exact, bias = (args[i] for i in (0, 1, 2, 4, 8, 9, 10))
+    form = Form(*args[20:])
     flat = _like_sums(x, 22 * tap_a.shape[0])
-    ends = _like_sums(x, dy.shape[1] + GATE_PARTS)
-    if Form(*args[20:]).space == "host":
-        ends = x.new_empty(0) if bias is None else _like_sums(x, dy.shape[1])
-    dstack = torch.empty_like(stack)
-    if on_kernels(x):
-        dstack = stack.new_empty(stack.shape[0], _both_columns(stack, gram))[:, : stack.shape[1]]
+    if form.space == "host":
+        dstack, ends = torch.empty_like(stack), x.new_empty(0) if bias is None else _like_sums(x, dy.shape[1])
+    else:
+        columns = _both_columns(stack, form) if on_kernels(x) else stack.shape[1]
+        dstack = exact.new_empty(stack.shape[0], columns)[:, : stack.shape[1]]
+        ends = _like_sums(x, dy.shape[1] + GATE_PARTS)
     return torch.empty_like(x), torch.empty_like(weight_in), flat, dstack, ends
 
 
 @complement.register_fake
 def _complement_shapes(*args: Any) -> tuple[Tensor, ...]:
-    b, stack, gram, form = args[0], args[4], args[5], Form(*args[7:])
-    y = b.new_zeros(b.shape[0], width_of(stack, gram, form))
+    b, stack, form = args[0], args[4], Form(*args[7:])
+    y = b.new_zeros(b.shape[0], width_of(stack, form))
     if not form.save:
         return y, *_empty(b, 7)
-    return y, b.new_zeros(b.shape[0], gram.shape[0]), *_saved_shapes(b, y, gram, form)
+    return y, b.new_zeros(b.shape[0], padded_rank(form)), *_saved_shapes(b, y, form)
 
 
 @_complement_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    return *(torch.empty_like(item) for item in args[1:6]), _like_sums(args[1], args[0].shape[1] + GATE_PARTS)
+    gradients = (torch.empty_like(args[i]) for i in (1, 2, 3, 4, 6))
+    return *gradients, _like_sums(args[1], args[0].shape[1] + GATE_PARTS)
 
 
-def _saved_shapes(x: Tensor, y: Tensor, gram: Tensor, form: Form) -> tuple[Tensor, ...]:
+def _saved_shapes(x: Tensor, y: Tensor, form: Form) -> tuple[Tensor, ...]:
     """Those of `triton_complement.Saved`, and of W b."""
     projected, normalised, full = form.space != "none", form.normalise, form.space == "hidden"
-    wide = (x.new_zeros(x.shape[0] if wanted else 0, gram.shape[0]) for wanted in (projected, normalised))
+    wide = (x.new_zeros(x.shape[0] if wanted else 0, padded_rank(form)) for wanted in (projected, normalised))
     numbers = (x.new_zeros(x.shape[0] if wanted else 0, dtype=torch.float32) for wanted in (normalised, full, full))
     return *wide, *numbers, torch.zeros_like(y) if full else x.new_zeros(0)
 
@@ -295,7 +302,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 def _remember_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.count, ctx.rest = 3, inputs[3:]
-    ctx.mark_non_differentiable(output[1])  # the gradient of G comes with that of S
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
 def _afbo_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
@@ -314,7 +322,8 @@ def _afbo_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         dbias_in = dbias_in.to(bias_in.dtype)
     dbias = dbias if bias is None else dbias.to(bias.dtype)
     dgate = dgate if gate is None else dgate.view_as(gate)
-    return dx, dweight, dbias_in, *dmaps, dstack, None, dbias, dgate
+    weights = (dstack, None) if form.space == "host" else (None, dstack)
+    return dx, dweight, dbias_in, *dmaps, *weights, dbias, dgate
 
 
 def _complement_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
@@ -323,7 +332,7 @@ def _complement_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     dbias, parts = ends.split([dy.shape[1], GATE_PARTS])
     if Form(*args[14:]).gate == "scalar":
         dgate = parts.sum().view_as(gate).to(gate.dtype)
-    return db, du, dv, dgate, dstack, None, dbias if bias is None else dbias.to(bias.dtype)
+    return db, du, dv, dgate, None, dstack, dbias if bias is None else dbias.to(bias.dtype)
 
 
 def _differentiate(function: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,14 +347,13 @@ def _differentiate(function: Callable[..., Any], backward: Callable[..., Any]) -
         if torch.is_grad_enabled():
             found = plain.differentiable_gradients(function, given, inputs, ctx.rest)
         else:
-            tail = ctx.rest[:1] if function is _plain_stack else ctx.rest  # space, without the dtype
-            found = backward(*given, *saved, *tail)
+            found = backward(*given, *saved, *ctx.rest)
         return *(None if item is None else g for item, g in zip(inputs, found, strict=True)), *(None for _ in ctx.rest)
 
     return gradient
 
 
-fold.register_autograd(_differentiate(_plain_stack, _fold_backward), setup_context=_remember_weights)
+fold.register_autograd(_differentiate(_plain_fold, _fold_backward), setup_context=_remember_weights)
 afbo.register_autograd(_differentiate(plain.afbo, _afbo_gradients), setup_context=_remember)
 complement.register_autograd(_differentiate(plain.complement, _complement_gradients), setup_context=_remember)
 
@@ -375,9 +383,20 @@ def _like(given: Tensor | None, x: Tensor) -> Tensor:
     return x.new_empty(0) if given is None else torch.empty_like(given)
 
 
-def _both_columns(stack: Tensor, gram: Tensor | None) -> int:
+def _gram(exact: Tensor, form: Form) -> Tensor:
+    return exact[-padded_rank(form) :, -padded_rank(form) :]
+
+
+def _both_columns(stack: Tensor, form: Form) -> int:
     """Of [b | z]: rows of whole 64 bytes in half precision, which cuBLAS's products over tokens like better."""
-    return stack.shape[1] if gram is None else stack.shape[1] + -stack.shape[1] % 32
+    return stack.shape[1] + (0 if form.space == "host" else -stack.shape[1] % 32)
+
+
+def _over_tokens(a: Tensor, b: Tensor) -> Tensor:
+    """a^T b in fp32. In half precision cuBLAS may add up parts of so long a sum in that precision."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a.T, b, torch.float32)
+    return (a.T @ b).float()
 
 
 def _like_sums(x: Tensor, count: int) -> Tensor:

@@ -44,34 +44,38 @@ def split(proj: Tensor, hidden: int, form: Form) -> tuple[Any, ...]:
     return a, c, proj[:, first : first + padded], proj[:, first + padded : first + 2 * padded], logit
 
 
-def width_of(stack: Tensor, gram: Tensor | None, form: Form) -> int:
+def padded_rank(form: Form) -> int:
+    return form.rank + -form.rank % 8
+
+
+def width_of(stack: Tensor, form: Form) -> int:
     """D: S has as many rows and, with a complement, those of P and of G."""
-    return stack.shape[0] if gram is None else stack.shape[0] - gram.shape[0] * (1 if form.space == "none" else 2)
+    return stack.shape[0] - padded_rank(form) * {"host": 0, "none": 1}.get(form.space, 2)
 
 
 def fold(weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """S = [W M; P 0; 0 G] (full: O^T for P; no orthogonalisation: no such rows) and G, with M = W O, G = O^T O and the
-    rank padded by zeros, of layers along the first axis."""
+    """S = [W M; P 0; 0 G] (full: O^T for P; no orthogonalisation: no such rows), with M = W O, G = O^T O and the rank
+    padded by zeros, of layers along the first axis: in full precision, and in `dtype`."""
     extra = -lift.shape[2] % 8
     wide = upcast(F.pad(lift, (0, extra)))  # [layers, H, padded R]
-    gram = wide.mT @ wide
     rows = [torch.cat([upcast(weight), upcast(weight) @ wide], 2)]
     if space != "none":
         project = wide.mT if project is None else upcast(F.pad(project, (0, 0, 0, extra)))
         rows.append(F.pad(project, (0, wide.shape[2])))
-    rows.append(F.pad(gram, (wide.shape[1], 0)))
-    return torch.cat(rows, 1).to(dtype), gram
+    rows.append(F.pad(wide.mT @ wide, (wide.shape[1], 0)))
+    exact = torch.cat(rows, 1)
+    return exact, exact.to(dtype, copy=True)
 
 
 def afbo(*args: Any) -> Tensor:
-    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, gram, bias, gate = args[:11]
+    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:11]
     form = Form(*args[11:])
     a, c, u, v, logit = split(F.linear(x, weight_in, cast(bias_in, x)), tap_a.shape[0], form)
     b = F.gelu(_spatial(a, tap_a, bias_a, form)) * _spatial(c, tap_c, bias_c, form)
     if form.space == "host":
         return F.linear(b, stack, cast(bias, x))
     value = gate if logit is None else torch.sigmoid(upcast(logit[:, 0]))
-    return complement(b, u, v, value, stack, gram, bias, *form)
+    return complement(b, u, v, value, stack, exact, bias, *form)
 
 
 def _spatial(a: Tensor, tap: Tensor, bias: Tensor | None, form: Form) -> Tensor:
@@ -82,11 +86,10 @@ def _spatial(a: Tensor, tap: Tensor, bias: Tensor | None, form: Form) -> Tensor:
 
 
 def complement(*args: Any) -> Tensor:
-    b, u, v, gate, stack, gram, bias = args[:7]
+    b, u, v, gate, _, exact, bias = args[:7]
     form, hidden = Form(*args[7:]), b.shape[1]
-    width = width_of(stack, gram, form)
-    corner = upcast(stack[-gram.shape[0] :, hidden:])
-    gram = corner + (gram - corner).detach()  # in full precision, with its gradient in S
+    stack, gram = exact.to(b.dtype), exact[-padded_rank(form) :, hidden:]
+    width = width_of(stack, form)
     q = quadratic(u[:, : form.rank], v[:, : form.rank], form.eps)
     gate = upcast(gate).unsqueeze(-1) if gate.dim() else upcast(gate)
     host = F.linear(b, stack[:width, :hidden])

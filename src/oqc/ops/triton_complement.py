@@ -132,9 +132,10 @@ def _coefficients(
     v,
     gate,
     stack,  # S [D + 2 padded R, H + padded R]; full only
-    gram,  # G [padded R, padded R] fp32
+    gram,  # G [padded R, padded R] fp32, row stride gram_row
     z,  # [T, z_columns], row stride z_row, with zeros behind padded R
-    t,  # [T, padded R]; full: written here, where SAVE
+    given,  # P b [T, padded R], row stride given_row; not for full
+    t,  # the same, contiguous, or O^T b: written where SAVE
     gp,  # G p [T, padded R], p what is left of q, where SAVE and NORMALISE
     energy,  # p^T G p = |O p|^2 [T] fp32, likewise
     power,  # |b|^2 [T] fp32, full only
@@ -150,6 +151,8 @@ def _coefficients(
     u_row: tl.constexpr,
     v_row: tl.constexpr,
     gate_row: tl.constexpr,
+    given_row: tl.constexpr,
+    gram_row: tl.constexpr,
     z_columns: tl.constexpr,
     z_row: tl.constexpr,
     SPACE: tl.constexpr,
@@ -168,7 +171,7 @@ def _coefficients(
     wide = live[:, None] & (r < padded)[None, :]
     at = row[:, None] * padded + r[None, :]
     if SPACE == RANK:
-        main = _load_rows(t + first * padded, row, live, padded, r, padded).to(tl.float32)
+        main = _load_rows(given + first * given_row, row, live, given_row, r, padded).to(tl.float32)
     if SPACE == HIDDEN:  # b has to be read anyway
         main = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
         size = tl.zeros([BLOCK_T], tl.float32)
@@ -178,8 +181,8 @@ def _coefficients(
             o_k = _load_rows(stack + width * (hidden + padded), r, r < padded, hidden + padded, k, hidden)
             main = _dot(b_k, tl.trans(o_k), main, PRECISION)
             size += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
-        if SAVE:
-            tl.store(t + first * padded + at, main.to(t.dtype.element_ty), mask=wide)
+    if SAVE and SPACE != NONE:
+        tl.store(t + first * padded + at, main.to(t.dtype.element_ty), mask=wide)
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
     q, _ = _rms_norm(u_r * v_r, rank, eps)
@@ -187,7 +190,7 @@ def _coefficients(
     if SPACE == RANK:
         _m, _ms, _mm, _share, q, _ps = _against_main(q, main, rank, eps)
     if NORMALISE:
-        gq = tl.dot(q, _load_rows(gram, r, r < padded, padded, r, padded), input_precision=PRECISION)
+        gq = tl.dot(q, _load_rows(gram, r, r < padded, gram_row, r, padded), input_precision=PRECISION)
         e = tl.maximum(tl.sum(gq * q, 1), 0.0)
         if SAVE:
             tl.store(gp + first * padded + at, gq.to(gp.dtype.element_ty), mask=wide)
@@ -209,7 +212,7 @@ def _coefficients(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _combination(
-    host,  # W b [T, D]
+    host,  # W b [T, D], row stride host_row
     z,  # [T, padded R], row stride z_row
     stack,
     bias,  # [D]
@@ -219,6 +222,7 @@ def _combination(
     hidden: tl.constexpr,
     padded: tl.constexpr,
     width: tl.constexpr,
+    host_row: tl.constexpr,
     z_row: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr,
@@ -232,7 +236,7 @@ def _combination(
     live = row < tokens - first
     r = tl.arange(0, BLOCK_R)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    value = _load_rows(host + first * width, row, live, width, d, width).to(tl.float32)
+    value = _load_rows(host + first * host_row, row, live, host_row, d, width).to(tl.float32)
     if KEEP:
         value = tl.load(keep + first + row, mask=live, other=0.0)[:, None] * value
     z_r = _load_rows(z + first * z_row, row, live, z_row, r, padded)
@@ -407,13 +411,15 @@ class Saved(NamedTuple):
     keep: Tensor  # 1 + kappa [T] fp32, full only
 
     @classmethod
-    def of(cls, t: Tensor, tokens: int, space: str, normalise: bool, save: bool) -> Saved:
-        def numbers(wanted: bool) -> Tensor:
-            return t.new_empty(tokens if wanted else 0, dtype=torch.float32)
+    def of(cls, b: Tensor, padded: int, space: str, normalise: bool, save: bool) -> Saved:
+        def wide(wanted: bool) -> Tensor:
+            return b.new_empty(b.shape[0] if wanted else 0, padded)
 
-        again, full = save and normalise, space == "hidden"
-        gp = t.new_empty(tokens if again else 0, t.shape[1])
-        return cls(t, gp, numbers(again), numbers(full), numbers(full))
+        def numbers(wanted: bool) -> Tensor:
+            return b.new_empty(b.shape[0] if wanted else 0, dtype=torch.float32)
+
+        full, again = space == "hidden", save and normalise
+        return cls(wide(save and space != "none"), wide(again), numbers(again), numbers(full), numbers(full))
 
 
 def coefficients(
@@ -422,7 +428,7 @@ def coefficients(
     v: Tensor,
     gate: Tensor,  # [] (scalar), [T] values (token) or logits (logit), any stride
     stack: Tensor,  # S [D (+ padded R) + padded R, H + padded R]
-    gram: Tensor,  # G [padded R, padded R] fp32
+    gram: Tensor,  # G [padded R, padded R] fp32, any row stride
     *,
     rank: int,
     space: str,
@@ -431,18 +437,17 @@ def coefficients(
     eps: float,
     save: bool,
     out: Tensor,  # z [T, padded R], or up to 31 columns more, which become 0; any row stride
+    t: Tensor | None = None,  # P b, where it is there already; any row stride
 ) -> Saved:
     """Writes z. Returns what the gradients need; without `save` only some of it is there."""
     (tokens, hidden), padded = b.shape, gram.shape[0]
     half = b.dtype != torch.float32
     block_r = _block_r(padded)
     block_t = 64 if half and space == "hidden" and block_r <= 64 else 32
-    t = (
-        b @ stack[-2 * padded : -padded, :hidden].T
-        if space == "rank"
-        else b.new_empty(tokens if space == "hidden" else 0, padded)
-    )
-    saved = Saved.of(t, tokens, space, normalise, save)
+    given = b
+    if space == "rank":
+        given = b @ stack[-2 * padded : -padded, :hidden].T if t is None else t
+    saved = Saved.of(b, padded, space, normalise, save)
     _coefficients[(triton.cdiv(tokens, block_t),)](
         b,
         u,
@@ -451,6 +456,7 @@ def coefficients(
         stack,
         gram,
         out,
+        given,
         *saved,
         tokens,
         eps,
@@ -463,6 +469,8 @@ def coefficients(
         u.stride(0),
         v.stride(0),
         gate.stride(0) if gate.dim() else 0,
+        given.stride(0),
+        gram.stride(0),
         out.shape[1],
         out.stride(0),
         SPACE=SPACES[space],
@@ -495,6 +503,7 @@ def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, kee
         stack.shape[1] - padded,
         padded,
         width,
+        host.stride(0),
         z.stride(0),
         HAS_BIAS=bias is not None,
         KEEP=keep.numel() > 0,

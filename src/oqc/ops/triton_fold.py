@@ -6,8 +6,8 @@ Forward, from W [D, H], O [H, R] and P [R, H], with the rank padded by zeros:
 
 Backward: dW = dS_W + dM O^T,   dO = W^T dM + O (dG + dG^T) (full: + dS_O^T),   dP = dS_P. Both are tiny and would cost
 a dozen launches as separate PyTorch operations; they take any number of layers at once, along the first axis. S leaves
-in the compute dtype, G also in fp32; its gradient comes with that of S. Products are fp32-accurate, or tf32 where the
-compute dtype is a half one.
+in fp32, which carries the gradient, and in the compute dtype. Products are fp32-accurate, or tf32 where that is a half
+one.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -31,9 +31,15 @@ def _load(base, i, j, i_stride, j_stride, rows, columns):
 
 
 @triton.jit
-def _store(base, i, j, row, rows, columns, value):
+def _put(base, i, j, row, rows, columns, value):
     mask = (i < rows)[:, None] & (j < columns)[None, :]
     tl.store(base + i[:, None] * row + j[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store(exact, stack, offset, i, j, row, rows, columns, value):
+    _put(exact + offset, i, j, row, rows, columns, value)
+    _put(stack + offset, i, j, row, rows, columns, value)
 
 
 @triton.jit
@@ -41,8 +47,8 @@ def _fold_forward(
     weight,  # W [layers, D, H]
     lift,  # O [layers, H, R]
     project,  # P [layers, R, H], where TAIL is 1
-    stack,  # S [layers, D (+ padded) + padded, H + padded]
-    gram,  # G [layers, padded, padded] fp32
+    exact,  # S [layers, D (+ padded) + padded, H + padded] fp32
+    stack,  # the same in the compute dtype
     hidden: tl.constexpr,
     rank: tl.constexpr,
     padded: tl.constexpr,
@@ -58,10 +64,11 @@ def _fold_forward(
     weight += layer * width * hidden
     lift += layer * hidden * rank
     project += layer * hidden * rank
-    tail = stack + (layer * (width + (1 if TAIL == 2 else 2) * padded) + width) * ROW  # P's rows, or G's
-    stack = tail - width * ROW
-    last = tail + (0 if TAIL == 2 else padded) * ROW  # G's
-    gram += layer * padded * padded
+    first = layer * (width + (1 if TAIL == 2 else 2) * padded) * ROW
+    exact += first
+    stack += first
+    tail: tl.constexpr = width * ROW  # where P's rows begin, or G's
+    last: tl.constexpr = tail if TAIL == 2 else (width + padded) * ROW  # where G's do
     blocks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0)
     r = tl.arange(0, BLOCK_R)
@@ -71,25 +78,24 @@ def _fold_forward(
         for start in range(0, hidden, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             w = _load(weight, i, k, hidden, 1, width, hidden)
-            _store(stack, i, k, ROW, width, hidden, w)
+            _store(exact, stack, 0, i, k, ROW, width, hidden, w)
             acc = tl.dot(w, _load(lift, k, r, rank, 1, hidden, rank), acc, input_precision=PRECISION)
-        _store(stack + hidden, i, r, ROW, width, padded, acc)
+        _store(exact, stack, hidden, i, r, ROW, width, padded, acc)
     else:
         i = (pid - blocks) * BLOCK + tl.arange(0, BLOCK)
         for start in range(0, hidden, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             o = _load(lift, i, k, 1, rank, rank, hidden)  # rows of O^T
             if TAIL == 0:
-                _store(tail, i, k, ROW, padded, hidden, o)
+                _store(exact, stack, tail, i, k, ROW, padded, hidden, o)
             if TAIL == 1:
                 p = _load(project, i, k, hidden, 1, rank, hidden)
-                _store(tail, i, k, ROW, padded, hidden, p)
-            _store(last, i, k, ROW, padded, hidden, tl.zeros_like(o))
+                _store(exact, stack, tail, i, k, ROW, padded, hidden, p)
+            _store(exact, stack, last, i, k, ROW, padded, hidden, tl.zeros_like(o))
             acc = tl.dot(o, _load(lift, k, r, rank, 1, hidden, rank), acc, input_precision=PRECISION)
-        _store(gram, i, r, padded, padded, padded, acc)
-        _store(last + hidden, i, r, ROW, padded, padded, acc)
+        _store(exact, stack, last + hidden, i, r, ROW, padded, padded, acc)
         if TAIL != 2:
-            _store(tail + hidden, i, r, ROW, padded, padded, tl.zeros_like(acc))
+            _store(exact, stack, tail + hidden, i, r, ROW, padded, padded, tl.zeros_like(acc))
 
 
 @triton.jit
@@ -131,37 +137,37 @@ def _fold_backward(
         acc = tl.dot(w, dm, acc, input_precision=PRECISION)
         dw = _load(dstack, d, h, ROW, 1, width, hidden)
         dw = tl.dot(dm, tl.trans(o), dw, input_precision=PRECISION)
-        _store(dweight, d, h, hidden, width, hidden, dw)
+        _put(dweight, d, h, hidden, width, hidden, dw)
     if TAIL == 0:
         acc += _load(dstack + width * ROW, h, r, 1, ROW, hidden, padded)
     if TAIL == 1:
-        _store(dproject, r, h, hidden, rank, hidden, _load(dstack + width * ROW, r, h, ROW, 1, padded, hidden))
-    _store(dlift, h, r, rank, hidden, rank, acc)
+        _put(dproject, r, h, hidden, rank, hidden, _load(dstack + width * ROW, r, h, ROW, 1, padded, hidden))
+    _put(dlift, h, r, rank, hidden, rank, acc)
 
 
 def forward(
     weight: Tensor, lift: Tensor, project: Tensor | None, *, space: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """S and G."""
+    """S in fp32 and in `dtype`."""
     (layers, width, hidden), rank = weight.shape, lift.shape[2]
     padded = rank + -rank % 8
-    stack = weight.new_empty(layers, width + (1 if space == "none" else 2) * padded, hidden + padded, dtype=dtype)
-    gram = weight.new_empty(layers, padded, padded, dtype=torch.float32)
+    rows = width + (1 if space == "none" else 2) * padded
+    exact, stack = (weight.new_empty(layers, rows, hidden + padded, dtype=kind) for kind in (torch.float32, dtype))
     _fold_forward[(triton.cdiv(width, BLOCK) + triton.cdiv(padded, BLOCK), layers)](
         weight,
         lift,
         lift if project is None else project,
+        exact,
         stack,
-        gram,
         **_constants(weight, lift, padded, space, dtype),
         BLOCK_K=64,
         num_stages=3,
     )
-    return stack, gram
+    return exact, stack
 
 
 def backward(
-    dstack: Tensor, weight: Tensor, lift: Tensor, project: Tensor | None, *, space: str
+    dstack: Tensor, weight: Tensor, lift: Tensor, project: Tensor | None, *, space: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dW, dO and dP (empty where there is no P)."""
     dweight, dlift = torch.empty_like(weight), torch.empty_like(lift)
@@ -173,7 +179,7 @@ def backward(
         dweight,
         dlift,
         dproject,
-        **_constants(weight, lift, dstack.shape[2] - weight.shape[2], space, dstack.dtype),
+        **_constants(weight, lift, dstack.shape[2] - weight.shape[2], space, dtype),
         BLOCK_K=64,
         num_stages=2,
     )
