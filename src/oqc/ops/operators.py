@@ -86,7 +86,7 @@ def _plain_fold(*args: Any) -> Tensor:
 
 @_operator("afbo", f"{_AFBO}, {_FORM}", 9)
 def afbo(*args: Any) -> tuple[Tensor, ...]:
-    """y; proj and [b | z]; what the complement saves, and W b."""
+    """y; proj and [b | z | 1]; what the complement saves, and W b."""
     x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:11]
     form, hidden = Form(*args[11:]), tap_a.shape[0]
     if not on_kernels(x):
@@ -96,7 +96,7 @@ def afbo(*args: Any) -> tuple[Tensor, ...]:
     with on_device_of(x):
         proj = F.linear(x, weight_in, cast(bias_in, x))  # [T, C]
         a, c, u, v, logit = split(proj, hidden, form)
-        both = x.new_empty(x.shape[0], _both_columns(stack, form))  # [b | z], b alone without a complement
+        both = x.new_empty(x.shape[0], _both_columns(stack, form))  # [b | z | 1], b alone without a complement
         b, z = both[:, :hidden], both[:, hidden:]
         triton_spatial.forward(a, c, (tap_a, bias_a, tap_c, bias_c), **_place(form), out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
@@ -116,8 +116,8 @@ def afbo(*args: Any) -> tuple[Tensor, ...]:
 
 @_operator("afbo_backward", f"Tensor dy, {_AFBO}, Tensor proj, Tensor both, {_SAVED}, {_FORM}", 5)
 def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
-    """dx, dweight_in, in one vector of 22 H the depthwise maps' gradients and the sums of da and dc, dS, and in one
-    of D + GATE_PARTS the gradient of the bias and parts of the gate's."""
+    """dx, dweight_in, in one vector of 22 H the depthwise maps' gradients and the sums of da and dc; then dW and dbias
+    or, with a complement, dS with dbias as one more column, and parts of the gate's gradient."""
     dy, x, weight_in, _, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:12]
     proj, both, *saved, host = args[12:20]
     form, hidden = Form(*args[20:]), tap_a.shape[0]
@@ -147,9 +147,8 @@ def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
                 out[:, : form.rank] += extra
                 total[: form.rank] += extra.sum(0)
         dstack = dy.T @ both if form.space == "host" else _over_tokens(stacked, both)
-        dstack = dstack[: stack.shape[0], : stack.shape[1]]
-        if form.space == "hidden":  # its M sees dy, not (1 + kappa) dy
-            dstack[: dy.shape[1], hidden:] = _over_tokens(dy, both[:, hidden : stack.shape[1]])
+        if form.space == "hidden":  # its M and bias see dy, not (1 + kappa) dy
+            dstack[: dy.shape[1], hidden:] = _over_tokens(dy, both[:, hidden:])
         return dproj @ weight_in, dproj.T @ x, flat, dstack, ends
 
 
@@ -160,18 +159,20 @@ def _plain_afbo_backward(dy: Tensor, inputs: tuple[Any, ...], form: Form) -> tup
     parts.append(dbias_in[: 2 * hidden] if len(dbias_in) else dx.new_zeros(2 * hidden))
     if form.gate == "logit":
         dgate = dbias_in[-GATE_COLUMNS] if len(dbias_in) else dx.new_zeros(())
-    dstack = dstack if form.space == "host" else dexact
-    return dx, dweight, torch.cat(parts), dstack, _plain_ends(dy, dbias, dgate)
+    if form.space == "host":
+        return dx, dweight, torch.cat(parts), dstack, dbias
+    return dx, dweight, torch.cat(parts), *_plain_ends(dexact, dbias, dgate)
 
 
-def _plain_ends(dy: Tensor, dbias: Tensor, dgate: Tensor) -> Tensor:
-    ends = [dbias if len(dbias) else dy.new_zeros(dy.shape[1]), F.pad(dgate.sum().view(1), (0, GATE_PARTS - 1))]
-    return torch.cat([item.to(dy.dtype) for item in ends])
+def _plain_ends(dexact: Tensor, dbias: Tensor, dgate: Tensor) -> tuple[Tensor, Tensor]:
+    """dS with dbias as one more column, and parts of the gate's gradient."""
+    column = F.pad(dbias.to(dexact.dtype), (0, dexact.shape[0] - len(dbias)))
+    return torch.cat([dexact, column[:, None]], 1), F.pad(dgate.sum().view(1), (0, GATE_PARTS - 1)).to(dexact.dtype)
 
 
 @_operator("complement", f"{_COMPLEMENT}, {_FORM}", 8)
 def complement(*args: Any) -> tuple[Tensor, ...]:
-    """y; z, what the complement saves, and W b."""
+    """y; [z | 1], what the complement saves, and W b."""
     b, u, v, gate, stack, exact, bias = args[:7]
     form, hidden = Form(*args[7:]), b.shape[1]
     if not on_kernels(b):
@@ -182,24 +183,24 @@ def complement(*args: Any) -> tuple[Tensor, ...]:
         width = width_of(stack, form)
         rows = width + (padded_rank(form) if form.space == "rank" else 0)  # W b, and t beside it
         host = b @ stack[:rows, :hidden].T
-        z = b.new_empty(b.shape[0], padded_rank(form))
+        z = b.new_empty(b.shape[0], _z_columns(form))
         saved = triton_complement.coefficients(
             *(b, u, v, gate, stack, _gram(exact, form)), **_kind(form), save=form.save, out=z, t=host[:, width:]
         )
         kept = form.space == "hidden" and form.save
         out = b.new_empty(b.shape[0], width) if kept or rows > width else host
-        y = triton_complement.combination(host[:, :width], z, stack, bias, saved.keep, out)
+        y = triton_complement.combination(host[:, :width], z[:, : padded_rank(form)], stack, bias, saved.keep, out)
     return (y, z, *saved, host if kept else b.new_empty(0)) if form.save else (y, *_empty(b, 7))
 
 
 @_operator("complement_backward", f"Tensor dy, {_COMPLEMENT}, Tensor z, {_SAVED}, {_FORM}", 6)
 def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
-    """The gradients of b, u, v, gate (a token's) and S, and in one vector that of the bias and parts of the gate's."""
+    """The gradients of b, u, v, gate (a token's), of S with the bias's as one more column, and parts of the gate's."""
     dy, b, u, v, gate, stack, _, _, z, *saved, host = args[:15]
     form, hidden = Form(*args[15:]), b.shape[1]
     if not on_kernels(b):
         db, du, dv, dgate, _, dstack, dbias = plain.gradients(plain.complement, dy, args[1:8], form)
-        return db, du, dv, dgate, dstack, _plain_ends(dy, dbias, dgate)
+        return db, du, dv, dgate, *_plain_ends(dstack, dbias, dgate)
     from oqc.ops import triton_complement
 
     dy = dy.contiguous()
@@ -217,8 +218,8 @@ def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
         db = stacked[:, :rows] @ stack[:rows, :hidden]
         if dpower is not None:
             db.addcmul_(b, (2 * dpower[:, None]).to(b.dtype))
-        dstack = torch.cat([_over_tokens(stacked, b), _over_tokens(stacked, z)], 1)[: stack.shape[0]]
-        if form.space == "hidden":  # its M sees dy, not (1 + kappa) dy
+        dstack = torch.cat([_over_tokens(stacked, b), _over_tokens(stacked, z)], 1)
+        if form.space == "hidden":  # its M and bias see dy, not (1 + kappa) dy
             dstack[: dy.shape[1], hidden:] = _over_tokens(dy, z)
     return db, du, dv, dgate, dstack, ends
 
@@ -260,9 +261,8 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     if form.space == "host":
         dstack, ends = torch.empty_like(stack), x.new_empty(0) if bias is None else _like_sums(x, dy.shape[1])
     else:
-        columns = _both_columns(stack, form) if on_kernels(x) else stack.shape[1]
-        dstack = exact.new_empty(stack.shape[0], columns)[:, : stack.shape[1]]
-        ends = _like_sums(x, dy.shape[1] + GATE_PARTS)
+        dstack = _dstack_shape(exact, _both_columns(stack, form) if on_kernels(x) else None)
+        ends = _like_sums(x, GATE_PARTS)
     return torch.empty_like(x), torch.empty_like(weight_in), flat, dstack, ends
 
 
@@ -272,13 +272,22 @@ def _complement_shapes(*args: Any) -> tuple[Tensor, ...]:
     y = b.new_zeros(b.shape[0], width_of(stack, form))
     if not form.save:
         return y, *_empty(b, 7)
-    return y, b.new_zeros(b.shape[0], padded_rank(form)), *_saved_shapes(b, y, form)
+    return y, b.new_zeros(b.shape[0], _z_columns(form)), *_saved_shapes(b, y, form)
 
 
 @_complement_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    gradients = (torch.empty_like(args[i]) for i in (1, 2, 3, 4, 6))
-    return *gradients, _like_sums(args[1], args[0].shape[1] + GATE_PARTS)
+    b, exact, form = args[1], args[6], Form(*args[15:])
+    gradients = (torch.empty_like(item) for item in args[1:5])
+    dstack = _dstack_shape(exact, b.shape[1] + _z_columns(form)) if on_kernels(b) else _dstack_shape(exact)
+    return *gradients, dstack, _like_sums(b, GATE_PARTS)
+
+
+def _dstack_shape(exact: Tensor, columns: int | None = None) -> Tensor:
+    """Of S and one more column; from kernels with rows and columns to spare."""
+    if columns is None:
+        return exact.new_empty(exact.shape[0], exact.shape[1] + 1)
+    return exact.new_empty(exact.shape[0] + -exact.shape[0] % 64, columns)
 
 
 def _saved_shapes(x: Tensor, y: Tensor, form: Form) -> tuple[Tensor, ...]:
@@ -314,7 +323,11 @@ def _afbo_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     dmaps = (
         part if item is None else part.view_as(item).to(item.dtype) for part, item in zip(parts, maps, strict=True)
     )
-    dbias_in, dbias, dgate = sums, ends[: dy.shape[1]], ends[dy.shape[1] :].sum().view(1)
+    dbias_in, dbias, dgate = sums, ends, ends.sum().view(1)
+    dexact = None
+    if form.space != "host":
+        dexact, dbias = _split_dstack(dstack, args[8], dy.shape[1])
+        dstack = None
     if bias_in is not None:
         dbias_in = F.pad(sums, (0, weight_in.shape[0] - 2 * hidden))
         if form.gate == "logit":
@@ -322,17 +335,22 @@ def _afbo_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         dbias_in = dbias_in.to(bias_in.dtype)
     dbias = dbias if bias is None else dbias.to(bias.dtype)
     dgate = dgate if gate is None else dgate.view_as(gate)
-    weights = (dstack, None) if form.space == "host" else (None, dstack)
-    return dx, dweight, dbias_in, *dmaps, *weights, dbias, dgate
+    return dx, dweight, dbias_in, *dmaps, dstack, dexact, dbias, dgate
+
+
+def _split_dstack(dstack: Tensor, exact: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The gradients of S and of the bias."""
+    rows, columns = exact.shape
+    return dstack[:rows, :columns], dstack[:width, columns]
 
 
 def _complement_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     gate, bias = args[3], args[6]
     db, du, dv, dgate, dstack, ends = _complement_backward(dy, *args)
-    dbias, parts = ends.split([dy.shape[1], GATE_PARTS])
+    dexact, dbias = _split_dstack(dstack, args[5], dy.shape[1])
     if Form(*args[14:]).gate == "scalar":
-        dgate = parts.sum().view_as(gate).to(gate.dtype)
-    return db, du, dv, dgate, None, dstack, dbias if bias is None else dbias.to(bias.dtype)
+        dgate = ends.sum().view_as(gate).to(gate.dtype)
+    return db, du, dv, dgate, None, dexact, dbias if bias is None else dbias.to(bias.dtype)
 
 
 def _differentiate(function: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -388,8 +406,13 @@ def _gram(exact: Tensor, form: Form) -> Tensor:
 
 
 def _both_columns(stack: Tensor, form: Form) -> int:
-    """Of [b | z]: rows of whole 64 bytes in half precision, which cuBLAS's products over tokens like better."""
-    return stack.shape[1] + (0 if form.space == "host" else -stack.shape[1] % 32)
+    """Of [b | z | 1]: rows of whole 64 bytes in half precision, which cuBLAS's products over tokens like better."""
+    return stack.shape[1] if form.space == "host" else stack.shape[1] + 1 + -(stack.shape[1] + 1) % 32
+
+
+def _z_columns(form: Form) -> int:
+    """Of [z | 1]."""
+    return padded_rank(form) + 8
 
 
 def _over_tokens(a: Tensor, b: Tensor) -> Tensor:

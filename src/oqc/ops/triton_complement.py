@@ -7,12 +7,13 @@ With S = [W M; P 0; 0 G], M = W O and G = O^T O (`triton_fold`; full OQC: O^T fo
     combination    y = (1 + kappa) W b + M z + bias elsewhere
     gradients      dz = dy M, then [(1 + kappa) dy | dt | w], du, dv and the gate's, with q recomputed from u and v
 
-One GEMM of the last buffer's first columns against S yields db, and one of all of it against [b | z] the gradient of S.
-That of G is a sum over tokens of e p p^T, p being what is left of q and z a multiple of it: w is the other factor.
+One GEMM of the last buffer's first columns against S yields db, and one of all of it against [b | z | 1] the gradients
+of S and of the bias. That of G is a sum over tokens of e p p^T, p being what is left of q and z a multiple of it: w is
+the other factor.
 
 A program takes a block of tokens and all of the rank, padded to a power of two and masked, and is fp32 inside. The
-gradients take two kernels, so that neither holds many tiles of that size at once. Those of bias and gate are
-per-program partials added in a fixed order: no atomics, bit-reproducible.
+gradients take two kernels, so that neither holds many tiles of that size at once. The gate's is per-program partials
+added in a fixed order: no atomics, bit-reproducible.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -133,7 +134,7 @@ def _coefficients(
     gate,
     stack,  # S [D + 2 padded R, H + padded R]; full only
     gram,  # G [padded R, padded R] fp32, row stride gram_row
-    z,  # [T, z_columns], row stride z_row, with zeros behind padded R
+    z,  # [T, z_columns], row stride z_row: padded R of z, a one, zeros
     given,  # P b [T, padded R], row stride given_row; not for full
     t,  # the same, contiguous, or O^T b: written where SAVE
     gp,  # G p [T, padded R], p what is left of q, where SAVE and NORMALISE
@@ -205,9 +206,9 @@ def _coefficients(
     z_r = (scale[:, None] * q).to(z.dtype.element_ty)
     out = z + first * z_row + row[:, None] * z_row
     tl.store(out + r[None, :], z_r, mask=wide)
-    if z_columns > padded:
-        rest = padded + tl.arange(0, 32)[None, :]
-        tl.store(out + rest, tl.zeros([BLOCK_T, 32], z_r.dtype), mask=live[:, None] & (rest < z_columns))
+    rest = padded + tl.arange(0, 32)[None, :] + tl.zeros_like(row)[:, None]
+    one = tl.where(rest == padded, 1.0, 0.0).to(z.dtype.element_ty)
+    tl.store(out + rest, one, mask=live[:, None] & (rest < z_columns))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -256,7 +257,6 @@ def _gradient_of_z(
     stack,
     stacked,  # [(1 + kappa) dy | ... | dz], row stride stacked_row
     dkappa,  # [T] fp32, full only
-    part,  # [token blocks, D + PARTS] fp32: of the bias's gradient
     tokens,
     hidden: tl.constexpr,
     padded: tl.constexpr,
@@ -265,13 +265,11 @@ def _gradient_of_z(
     stacked_row: tl.constexpr,
     KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    block = tl.program_id(0).to(tl.int64)
-    first = block * BLOCK_T
+    first = tl.program_id(0).to(tl.int64) * BLOCK_T
     row = tl.arange(0, BLOCK_T)  # within the block
     live = row < tokens - first
     r = tl.arange(0, BLOCK_R)
@@ -285,7 +283,6 @@ def _gradient_of_z(
         dy_d = _load_rows(dy + first * width, row, live, width, d, width)
         m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
         dz = _dot(dy_d, m_d, dz, PRECISION)
-        tl.store(part + block * (width + PARTS) + d, tl.sum(dy_d.to(tl.float32), 0), mask=d < width)
         if KEEP:
             wb = _load_rows(host + first * width, row, live, width, d, width)
             along += tl.sum(dy_d.to(tl.float32) * wb.to(tl.float32), 1)
@@ -312,7 +309,7 @@ def _gradients(
     dv,
     dpower,  # [T] fp32, full only
     dgate,  # [T] (token), [T, 16] (logit), else unused
-    part,  # [token blocks, D + PARTS] fp32: of the gate's gradient, PARTS programs to a block
+    part,  # [programs] fp32: of the gate's gradient
     tokens,
     eps,
     hidden: tl.constexpr,
@@ -331,7 +328,6 @@ def _gradients(
     SPACE: tl.constexpr,
     NORMALISE: tl.constexpr,
     GATE: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -397,8 +393,7 @@ def _gradients(
         block16 = tl.where(lane[None, :] == 0, dg[:, None], 0.0)
         to = dgate + first * dgate_row + row[:, None] * dgate_row + lane[None, :]
         tl.store(to, block16.to(dgate.dtype.element_ty), mask=live[:, None] & (lane < 16)[None, :])
-    to = part + block // PARTS * (width + PARTS) + width + block % PARTS
-    tl.store(to, tl.sum(tl.where(live, dg, 0.0), 0))
+    tl.store(part + block, tl.sum(tl.where(live, dg, 0.0), 0))
 
 
 class Saved(NamedTuple):
@@ -436,7 +431,7 @@ def coefficients(
     gate_kind: str,
     eps: float,
     save: bool,
-    out: Tensor,  # z [T, padded R], or up to 31 columns more, which become 0; any row stride
+    out: Tensor,  # [z | 1 | 0 ...]: [T, 1 to 32 columns more than padded R], any row stride
     t: Tensor | None = None,  # P b, where it is there already; any row stride
 ) -> Saved:
     """Writes z. Returns what the gradients need; without `save` only some of it is there."""
@@ -534,8 +529,8 @@ def gradients(
     dv: Tensor,
     dgate: Tensor | None,  # [T] (token), or the 16 columns that begin with the logit
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Writes du, dv and a token's dgate. Returns [(1 + kappa) dy | dt | w], the gradient of |b|^2 (full only), and in
-    one vector of D + GATE_PARTS that of the bias and parts of the gate's."""
+    """Writes du, dv and a token's dgate. Returns [(1 + kappa) dy | dt | w], the gradient of |b|^2 (full only), and
+    GATE_PARTS numbers that add up to that of the gate."""
     (tokens, width), padded = dy.shape, rank + -rank % 8
     hidden, half = stack.shape[1] - padded, dy.dtype != torch.float32
     block_t, block_r = 64 if half else 32, _block_r(padded)
@@ -544,7 +539,7 @@ def gradients(
     stacked = dy.new_empty(tokens, used + -used % 64)
     dpower = dy.new_empty(tokens, dtype=torch.float32) if space == "hidden" else None
     dkappa = torch.empty_like(saved.keep)
-    part = dy.new_empty(blocks, width + GATE_PARTS, dtype=torch.float32)
+    part = dy.new_empty(blocks, GATE_PARTS, dtype=torch.float32)
     _gradient_of_z[(blocks,)](
         dy,
         host,
@@ -552,7 +547,6 @@ def gradients(
         stack,
         stacked,
         dkappa,
-        part,
         tokens,
         hidden,
         padded,
@@ -561,7 +555,6 @@ def gradients(
         stacked.stride(0),
         KEEP=space == "hidden",
         PRECISION="tf32" if half else "tf32x3",
-        PARTS=GATE_PARTS,
         BLOCK_T=block_t,
         BLOCK_R=block_r,
         BLOCK_D=64 if half else 32,
@@ -598,7 +591,6 @@ def gradients(
         SPACE=SPACES[space],
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
-        PARTS=GATE_PARTS,
         BLOCK_T=block_t // GATE_PARTS,
         BLOCK_R=block_r,
         num_warps=8 if block_r > 64 else 4,
