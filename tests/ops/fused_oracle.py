@@ -147,8 +147,11 @@ def ours(case: Case, p: dict[str, Tensor], rows: int, prefix: int) -> Tensor:
     """The whole network in one operator."""
     branch: dict[str, Any] = {}
     if case.complement:
-        gate: Any = (p["gate_weight"], p.get("gate_bias")) if case.gate == "token" else gate_of(case, p)
-        branch = {"space": case.space, "normalise": case.normalise, "gate": gate, "eps": EPS}
+        branch = {"space": case.space, "normalise": case.normalise, "eps": EPS}
+        if case.gate == "token":
+            branch["gate"] = (p["gate_weight"], p.get("gate_bias"))
+        else:
+            branch |= {"beta": p["beta"]} if case.gate == "scalar" else {"gate": gate_of(case, p)}
         branch |= {name: p.get(name) for name in ("u", "v", "project", "lift")}
     maps = [p.get(name + end) for name in ("map_a", "map_b", "spatial_a", "spatial_b") for end in ("", "_bias")]
     return fused.ffn_afbo(p["x"], *maps, p["weight"], p.get("bias"), grid=(rows, case.columns), prefix=prefix, **branch)

@@ -150,16 +150,24 @@ class OQCFFN(nn.Module):
         branch: Any = self.complement
         if branch is not None:
             own_maps = {} if branch.kind.shared else {"u": branch.u.weight, "v": branch.v.weight}
-            token_gate = branch.gate_map
-            options |= own_maps | {
-                "lift": branch.lift.weight,
-                "project": None if branch.project is None else branch.project.weight,
-                "gate": branch.gate(x) if token_gate is None else (token_gate.weight, token_gate.bias),
-                "space": branch.kind.space,
-                "normalise": branch.kind.normalise,
-                "eps": branch.eps,
-                "folded": folded,
-            }
+            if branch.gate_map is not None:
+                gate = {"gate": (branch.gate_map.weight, branch.gate_map.bias)}
+            elif branch.beta is not None and branch.alpha is None:
+                gate = {"beta": branch.beta}
+            else:
+                gate = {"gate": branch.gate(x)}
+            options |= (
+                own_maps
+                | gate
+                | {
+                    "lift": branch.lift.weight,
+                    "project": None if branch.project is None else branch.project.weight,
+                    "space": branch.kind.space,
+                    "normalise": branch.kind.normalise,
+                    "eps": branch.eps,
+                    "folded": folded,
+                }
+            )
         layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
         return ops.fused.ffn_afbo(x, *(t for layer in layers for t in (layer.weight, layer.bias)), **options)
 

@@ -77,6 +77,7 @@ def ffn_afbo(
     project: Tensor | None = None,  # P [R, H]
     lift: Tensor | None = None,  # O [H, R]; None: the host alone
     gate: Tensor | TokenGate | None = None,  # its value, one number; or the map of x whose sigmoid it is
+    beta: Tensor | None = None,  # instead of a gate: what it is the sigmoid of, one number
     space: Space = "rank",
     normalise: bool = True,
     eps: float = 1e-6,
@@ -90,7 +91,7 @@ def ffn_afbo(
     if u is not None and v is not None:
         maps += [_pad_rows(u, -rank % 8), _pad_rows(v, -rank % 8)]
         biases += [None, None]
-    value: Tensor | None = None
+    value = None if beta is None else beta.float()
     if isinstance(gate, tuple):
         maps.append(_pad_rows(gate[0], GATE_COLUMNS - 1))
         biases.append(None if gate[1] is None else F.pad(gate[1], (0, GATE_COLUMNS - 1)))
@@ -119,7 +120,7 @@ def ffn_afbo(
             rank=rank,
             space="host" if lift is None else space,
             normalise=normalise or space == "hidden",
-            gate="logit" if isinstance(gate, tuple) else "scalar",
+            gate="logit" if isinstance(gate, tuple) else "scalar" if beta is None else "beta",
             shared=u is None and lift is not None,
             eps=eps,
             save=_may_need_grad(*inputs),

@@ -26,7 +26,7 @@ class Form(NamedTuple):
     rank: int = 0
     space: str = "rank"  # "host": no complement
     normalise: bool = True
-    gate: str = "scalar"  # "token": a value per token; "logit": in a column of proj
+    gate: str = "scalar"  # "beta": its logit; "token": a value per token; "logit": logits in a column of proj
     shared: bool = False  # u and v are the first R channels of the host's maps
     eps: float = 1e-6
     save: bool = True  # whether a backward may follow
@@ -75,6 +75,8 @@ def afbo(*args: Any) -> Tensor:
     if form.space == "host":
         return F.linear(b, stack, cast(bias, x))
     value = gate if logit is None else torch.sigmoid(upcast(logit[:, 0]))
+    if form.gate == "beta":
+        value = torch.sigmoid(upcast(gate))
     return complement(b, u, v, value, stack, exact, bias, *form)
 
 

@@ -17,6 +17,7 @@ added in a fixed order: no atomics, bit-reproducible.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
+# ruff: noqa: SIM109 -- the kernels are written in Triton's subset of the language
 from __future__ import annotations
 
 import os
@@ -31,10 +32,10 @@ from oqc.ops.plain import GATE_PARTS
 from oqc.ops.triton_sums import column_sums
 
 HIDDEN, RANK, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-SCALAR, TOKEN, LOGIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SCALAR, TOKEN, LOGIT, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 SPACES = {"hidden": 0, "rank": 1, "none": 2}
-GATES = {"scalar": 0, "token": 1, "logit": 2}
+GATES = {"scalar": 0, "token": 1, "logit": 2, "beta": 3}
 
 
 @triton.jit
@@ -112,10 +113,11 @@ def _full_grad(dzq, dkappa, power, energy, scalars, hidden: tl.constexpr, eps):
 
 @triton.jit
 def _load_gate(gate, first, row, live, gate_row: tl.constexpr, GATE: tl.constexpr):
-    if GATE == SCALAR:
-        return tl.load(gate).to(tl.float32) + tl.zeros_like(row).to(tl.float32)
-    value = tl.load(gate + first * gate_row + row * gate_row, mask=live, other=0.0).to(tl.float32)
-    if GATE == LOGIT:
+    if GATE == SCALAR or GATE == BETA:
+        value = tl.load(gate).to(tl.float32) + tl.zeros_like(row).to(tl.float32)
+    else:
+        value = tl.load(gate + first * gate_row + row * gate_row, mask=live, other=0.0).to(tl.float32)
+    if GATE == LOGIT or GATE == BETA:
         value = 1.0 / (1.0 + tl.exp(-value))
     return value
 
@@ -387,8 +389,9 @@ def _gradients(
     tl.store(dv + first * dv_row + row[:, None] * dv_row + r[None, :], (ds * u_r).to(half), mask=wide)
     if GATE == TOKEN:
         tl.store(dgate + first * dgate_row + row * dgate_row, dg, mask=live)
-    if GATE == LOGIT:
+    if GATE == LOGIT or GATE == BETA:
         dg = dg * g * (1.0 - g)
+    if GATE == LOGIT:
         lane = tl.arange(0, 16)
         block16 = tl.where(lane[None, :] == 0, dg[:, None], 0.0)
         to = dgate + first * dgate_row + row[:, None] * dgate_row + lane[None, :]
@@ -421,7 +424,7 @@ def coefficients(
     b: Tensor,  # [T, H], any row stride
     u: Tensor,  # [T, R], or padded with zeros; any row stride
     v: Tensor,
-    gate: Tensor,  # [] (scalar), [T] values (token) or logits (logit), any stride
+    gate: Tensor,  # one value (scalar) or its logit (beta), [T] values (token) or logits (logit), any stride
     stack: Tensor,  # S [D (+ padded R) + padded R, H + padded R]
     gram: Tensor,  # G [padded R, padded R] fp32, any row stride
     *,
