@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 16  # rows of [W; O^T] a forward program has, and columns of W a backward program has
+BLOCK = 16  # rows of S a forward program has, and columns of W a backward program has
+BLOCK_C = 256  # columns of S that a forward program copies
 
 
 @triton.jit
@@ -37,9 +38,9 @@ def _put(base, i, j, row, rows, columns, value):
 
 
 @triton.jit
-def _store(exact, stack, offset, i, j, row, rows, columns, value):
-    _put(exact + offset, i, j, row, rows, columns, value)
-    _put(stack + offset, i, j, row, rows, columns, value)
+def _store(exact, stack, i, j, row, rows, columns, value):
+    _put(exact, i, j, row, rows, columns, value)
+    _put(stack, i, j, row, rows, columns, value)
 
 
 @triton.jit
@@ -57,45 +58,52 @@ def _fold_forward(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """A program has a block of M's rows, of G's, or of those of [W; P; 0], which are copied."""
     ROW: tl.constexpr = hidden + padded
+    LAST: tl.constexpr = width + (0 if TAIL == 2 else padded)  # where G's rows begin
     layer = tl.program_id(1)
     weight += layer * width * hidden
     lift += layer * hidden * rank
     project += layer * hidden * rank
-    first = layer * (width + (1 if TAIL == 2 else 2) * padded) * ROW
-    exact += first
-    stack += first
-    tail: tl.constexpr = width * ROW  # where P's rows begin, or G's
-    last: tl.constexpr = tail if TAIL == 2 else (width + padded) * ROW  # where G's do
-    blocks = tl.cdiv(width, BLOCK)
+    exact += layer * (LAST + padded) * ROW
+    stack += layer * (LAST + padded) * ROW
+    for_m = tl.cdiv(width, BLOCK)
+    for_g = tl.cdiv(padded, BLOCK)
     pid = tl.program_id(0)
     r = tl.arange(0, BLOCK_R)
     acc = tl.zeros([BLOCK, BLOCK_R], tl.float32)
-    if pid < blocks:
+    if pid < for_m:
         i = pid * BLOCK + tl.arange(0, BLOCK)
         for start in range(0, hidden, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             w = _load(weight, i, k, hidden, 1, width, hidden)
-            _store(exact, stack, 0, i, k, ROW, width, hidden, w)
             acc = tl.dot(w, _load(lift, k, r, rank, 1, hidden, rank), acc, input_precision=PRECISION)
-        _store(exact, stack, hidden, i, r, ROW, width, padded, acc)
-    else:
-        i = (pid - blocks) * BLOCK + tl.arange(0, BLOCK)
+        _store(exact + hidden, stack + hidden, i, r, ROW, width, padded, acc)
+    elif pid < for_m + for_g:
+        i = (pid - for_m) * BLOCK + tl.arange(0, BLOCK)
         for start in range(0, hidden, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             o = _load(lift, i, k, 1, rank, rank, hidden)  # rows of O^T
-            if TAIL == 0:
-                _store(exact, stack, tail, i, k, ROW, padded, hidden, o)
-            if TAIL == 1:
-                p = _load(project, i, k, hidden, 1, rank, hidden)
-                _store(exact, stack, tail, i, k, ROW, padded, hidden, p)
-            _store(exact, stack, last, i, k, ROW, padded, hidden, tl.zeros_like(o))
             acc = tl.dot(o, _load(lift, k, r, rank, 1, hidden, rank), acc, input_precision=PRECISION)
-        _store(exact, stack, last + hidden, i, r, ROW, padded, padded, acc)
+        corner = LAST * ROW + hidden
+        _store(exact + corner, stack + corner, i, r, ROW, padded, padded, acc)
         if TAIL != 2:
-            _store(exact, stack, tail + hidden, i, r, ROW, padded, padded, tl.zeros_like(acc))
+            corner = width * ROW + hidden
+            _store(exact + corner, stack + corner, i, r, ROW, padded, padded, tl.zeros_like(acc))
+    else:
+        chunks = tl.cdiv(hidden, BLOCK_C)
+        i = (pid - for_m - for_g) // chunks * BLOCK + tl.arange(0, BLOCK)
+        k = (pid - for_m - for_g) % chunks * BLOCK_C + tl.arange(0, BLOCK_C)
+        value = _load(weight, i, k, hidden, 1, width, hidden)
+        below = tl.where(i < width, rank, i - width)  # rows of P, none for those of W
+        if TAIL == 0:
+            value += _load(lift, below, k, 1, rank, rank, hidden)
+        if TAIL == 1:
+            value += _load(project, below, k, hidden, 1, rank, hidden)
+        _store(exact, stack, i, k, ROW, LAST + padded, hidden, value)
 
 
 @triton.jit
@@ -153,7 +161,8 @@ def forward(
     padded = rank + -rank % 8
     rows = width + (1 if space == "none" else 2) * padded
     exact, stack = (weight.new_empty(layers, rows, hidden + padded, dtype=kind) for kind in (torch.float32, dtype))
-    _fold_forward[(triton.cdiv(width, BLOCK) + triton.cdiv(padded, BLOCK), layers)](
+    copied = triton.cdiv(rows, BLOCK) * triton.cdiv(hidden, BLOCK_C)
+    _fold_forward[(triton.cdiv(width, BLOCK) + triton.cdiv(padded, BLOCK) + copied, layers)](
         weight,
         lift,
         lift if project is None else project,
@@ -161,7 +170,8 @@ def forward(
         stack,
         **_constants(weight, lift, padded, space, dtype),
         BLOCK_K=64,
-        num_stages=3,
+        BLOCK_C=BLOCK_C,
+        num_stages=4,
     )
     return exact, stack
 
