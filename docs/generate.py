@@ -17,11 +17,13 @@ from oqc.experiments import comparison, findings
 from oqc.experiments.claims import AFBO
 from oqc.experiments.comparison import Comparison, published_speed
 from oqc.experiments.published import difference, value
-from oqc.experiments.results import NOT_RUN, Page, results_page, title_of
+from oqc.experiments.results import Page, results_page
+from oqc.experiments.sections import NOT_RUN, is_calibrated, title_of
 from oqc.experiments.suites import RESULTS, SUITES
 from oqc.report import Record, read_records, rows
 from oqc.report.files import write_whole
 from oqc.report.markdown import markdown_table, number, plural, signed, spread
+from oqc.report.provenance import machine_of
 
 ROOT = Path(__file__).resolve().parent.parent
 README, PRESETS = "README.md", "src/oqc/experiments/presets.py"
@@ -71,9 +73,10 @@ def _lead(of: Comparison) -> str:
     if not seeds:
         return f"{text}. Ours are {NOT_RUN}."
     many = plural(seeds[-1], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
+    how = "by one protocol" + (", calibrated on AFBO+PR alone" if is_calibrated(of) else "")
     return (
-        f"{text}; ours over {many} on {machine(of.frozen)}, by one protocol calibrated on AFBO+PR alone. Gain is over"
-        " AFBO+PR; speed is training throughput as a share of AFBO+PR's."
+        f"{text}; ours over {many} on {machine(of.frozen)}, {how}. Gain is over AFBO+PR; speed is training throughput"
+        " as a share of AFBO+PR's."
     )
 
 
@@ -94,8 +97,7 @@ def _wrapped(text: str) -> str:
 
 def machine(records: Sequence[Record]) -> str:
     """`one NVIDIA H200`, or what there was."""
-    names = dict.fromkeys(record["environment"].get("gpu") or "CPU" for record in records)
-    return " or ".join(f"one {name}" for name in names)
+    return " or ".join(f"one {name}" for name in dict.fromkeys(map(machine_of, records)))
 
 
 def with_block(readme: str, block: str) -> str:

@@ -57,11 +57,17 @@ def test_the_table_says_what_each_number_is(trained):
     ("args", "message"),
     [
         (("nowhere",), "nowhere is not the folder of a run: it has no config.json"),
+        (
+            ("records",),
+            "records holds records and no weights; their metrics stand in its runs.jsonl: oqc report records",
+        ),
         (("run", "--checkpoint", "first"), "checkpoint must be one of last, best, got 'first'"),
         (("run", "--data-dir", "nowhere"), "--data-dir nowhere does not exist"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(args, message, trained):
+    (trained[0] / "records").mkdir(exist_ok=True)
+    (trained[0] / "records" / "runs.jsonl").touch()
     result = analyze(*args, cwd=trained[0])
     assert result.returncode == 2
     assert message in result.stderr

@@ -51,7 +51,7 @@ def test_one_run_of_a_suite_goes_beside_its_file(tmp_path):
     (tmp_path / "runs.jsonl").write_text(json.dumps(suite_record("cifar100_afbo", 0)) + "\n")
     done = report(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "| AFBO+PR | 6.37 M | 6.37 M | 64.25 ± 0.22 | 64.00 | 1 |" in (tmp_path / "results.md").read_text()
+    assert "| AFBO+PR | 6.37 M (6.37 M) | 64.25 ± 0.22 | 64.00 | 63.00 | 1 |" in (tmp_path / "results.md").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.md", "runs.jsonl"]
 
 
@@ -69,7 +69,7 @@ def record_with(**changes):
         (record_with(best=float("nan")), "line 1: best cannot be nan"),
         (record_with(mechanism={"before": "x"}), "line 1: before of mechanism cannot be 'x'"),
         (record_with(per_epoch=[1]), "line 1: per_epoch cannot have 1"),
-        (record_with() + record_with(), "two records of preset 'cifar100_afbo' with seed 0"),
+        (record_with() + record_with(), "runs.jsonl, line 2: cifar100_afbo, seed 0 is in line 1 already"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, text, message):
@@ -84,7 +84,9 @@ def test_mistakes_are_one_line(tmp_path, text, message):
 def test_places_that_are_no_folders(tmp_path):
     done = report(tmp_path / "none")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"got {tmp_path / 'none'}" in done.stderr
+    assert f"got {tmp_path / 'none'}, which does not exist" in done.stderr
     shutil.copy(DEMO, tmp_path)
+    with pytest.raises(ValueError, match=r"FOLDER must be a folder .* which is a file"):
+        cli.report(tmp_path / "runs.jsonl")
     with pytest.raises(ValueError, match="--out must be a folder"):
         cli.report(tmp_path, out=tmp_path / "runs.jsonl")

@@ -72,6 +72,7 @@ def test_what_is_there_is_not_run_again(whole):
     assert [row["preset"] for row in found["rows"]] == list(SUITES["rank-sweep"])
     assert (found["left"], found["failed"]) == ([], [])
     assert "rank-sweep on digits: 11 runs, 11 done" in err
+    assert "all in results/digits/runs.jsonl; tables, claims and figures: oqc report results/digits" in err
     assert (cwd / "results" / "digits" / "runs.jsonl").read_bytes() == before
 
 
@@ -154,6 +155,12 @@ def test_out_of_time(tmp_path):
         (("table1", "--data-dir", "nowhere"), "--data-dir must be the folder or archive of cifar100, got nowhere"),
         (("table1", *DIGITS, "--results", "broken"), "broken/runs.jsonl, line 1: not a JSON object"),
         (("table1", *DIGITS, "--results", "held"), "another process is training in held"),
+        (("table1", *DIGITS, "--results", "broken/runs.jsonl"), "got broken/runs.jsonl: it is a file"),
+        (
+            ("table1", *DIGITS, "--results", "/proc/none"),
+            "--results must be a folder that can be written, got /proc/none",
+        ),
+        (("table1", *DIGITS, "--data-dir", "held"), "--data-dir is for cifar100, the digits come with scikit-learn"),
         (("table1", *DIGITS, "--device", "tpu"), "device must be cpu, cuda or cuda:<number>, got 'tpu'"),
     ],
 )

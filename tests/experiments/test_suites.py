@@ -93,7 +93,7 @@ def test_two_protocols_in_one_file_are_refused(runs, tmp_path):
     for suite in ("vit-tiny", "hosts"):  # also where it shares no row
         with pytest.raises(ValueError, match=message):
             reproduce(suite, tmp_path, seeds=1, data="digits", epochs=2)
-    with pytest.raises(ValueError, match=r"with model.image_size 8, but now it would be 32"):
+    with pytest.raises(ValueError, match=r"with data.name digits, but now it would be cifar100"):
         reproduce("vit-tiny", tmp_path, seeds=1, data="cifar100")
     assert (tmp_path / "runs.jsonl").read_bytes() == before
     assert len(runs) == 2

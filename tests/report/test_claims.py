@@ -1,11 +1,14 @@
 """The claims: sizes and sides are the paper's own, every preset exists, planted truths come out."""
 
+import math
+
 import pytest
 from made_runs import run, suite
 
 from oqc.experiments import comparison
 from oqc.experiments.claims import AFBO, CLAIMS, FULL, LOWRANK, OURS
 from oqc.experiments.presets import PRESETS
+from oqc.experiments.published import value
 from oqc.experiments.suites import SUITES
 from oqc.report.statistics import Finding, Pending
 
@@ -44,6 +47,14 @@ def test_no_size_across_protocols_or_of_our_own_questions():
     for claim in CLAIMS:
         if claim.place == OURS or claim.metric == "images_per_s" or "falls below AFBO+PR" in claim.name:
             assert claim.published is None
+
+
+def test_what_is_called_too_small_is_so_by_the_papers_own_spread():
+    small = [claim for claim in CLAIMS if "less than two standard errors" in claim.reason]
+    assert len(small) == 6
+    for claim in small:
+        error = math.sqrt(sum(value(claim.place, preset).std ** 2 for preset in claim.presets) / 3)
+        assert 0 < claim.published < 2 * error
 
 
 def test_planted_truths():

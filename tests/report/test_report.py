@@ -59,11 +59,13 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
         ("nonsense\n", "line 1: not a JSON object"),
         ('{"preset": 1}\n', "line 1: the record has no seed, best"),
         ("[]\n", "line 1"),
+        ("\x00\xff\xfe\n", "line 1: not a JSON object"),
+        (json.dumps(record(seed=1)) + "\n" + json.dumps(record()) + "\n", r"line 3: AFBO\+PR, seed 0 is in line 2"),
     ],
 )
 def test_bad_files_are_named(tmp_path, text, message):
     path = tmp_path / "runs.jsonl"
-    path.write_text(text + json.dumps(record()) + "\n")
+    path.write_bytes((text + json.dumps(record()) + "\n").encode("latin-1"))
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}, {message}"):
         read_records(path)
 

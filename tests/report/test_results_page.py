@@ -9,9 +9,10 @@ from made_runs import run, suite
 from oqc.experiments import comparison
 from oqc.experiments.claims import AFBO, FULL
 from oqc.experiments.results import results_page
-from oqc.report.markdown import markdown_table, p_value, signed, spread
+from oqc.report.markdown import beside, markdown_table, p_value, signed, spread
 from oqc.report.provenance import environment_line, training_line
 
+MLP_ROWS = ("MLP, no PR", "MLP+PR", "OQC-LR, R 56")
 EFFECTS = {FULL: 1.34, "cifar100_unprojected_r56": 0.8}
 
 
@@ -45,10 +46,38 @@ def test_same_records_give_the_same_bytes(page, records):
 
 
 def test_rows_stand_beside_the_papers(page):
-    (line,) = re.findall(r"^\| OQC full, R 64 \| 7\.19 M \| 6\.97 M .*$", page.text, flags=re.M)
+    (line,) = re.findall(r"^\| OQC full, R 64 \| 7\.19 M \(6\.97 M\) .*$", page.text, flags=re.M)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[3] == "65.59 ± 0.22"
-    assert cells[5:] == ["4", "48,000", "0.80", "0.58"]
+    assert cells[2] == "65.59 ± 0.22"
+    assert cells[5:7] == ["4", "+1.34"]
+    assert re.fullmatch(r"\+1\.\d\d \[\+1\.\d\d, \+1\.\d\d\]", cells[7])
+    assert cells[8:] == ["48,000 (5,642)", "0.80 (0.58)"]
+
+
+def test_gains_are_over_the_sections_own_base():
+    text = results_page(suite({"cifar100_mlp_nopr": -8})).text
+    section = text.partition("### Decomposition\n")[2].partition("###")[0]
+    gains = {row[0]: row[6:8] for line in section.splitlines() if (row := line.strip("| ").split(" | "))[0] in MLP_ROWS}
+    assert gains["MLP, no PR"] == ["–", "–"]
+    assert gains["MLP+PR"][0] == "+0.02"
+    assert 7 < float(gains["MLP+PR"][1].split()[0]) < 9
+    assert gains["OQC-LR, R 56"][0] == "+2.34"
+    assert -1 < float(gains["OQC-LR, R 56"][1].split()[0]) < 1
+    pilot = text.partition("### ViT-Tiny readout pilot\n")[2]
+    assert re.search(r"^\| ViT-Tiny, MLP\+PR \|.* \| \+0\.43 \| [+-]0\.\d\d \[-", pilot, flags=re.M)
+
+
+def test_mechanism_in_sentences(page):
+    assert "the overlap is 1.31 to 1.31 times chance before it and at most 2.0e-08 after it" in page.text
+    assert "`separation_cosine` 1.1000, `separation_cosine_centred` 1.2000, `separation_scatter` 0.4000" in page.text
+    assert "Set beside it is `separation_euclidean`; nearest to it is `separation_euclidean`." in page.text
+
+
+def test_what_stays_after_the_correction_is_counted(page, records):
+    found = [one for one in comparison.compare(records).findings.values() if one.low > 0 or one.high < 0]
+    kept = sum(one.p_holm < 0.05 for one in found)
+    assert 0 < kept < len(found)
+    assert f"Of the {len(found)} intervals that exclude 0, {kept} have p below 0.05 after Holm's" in page.text
 
 
 def test_negative_findings_come_with_the_reason(page):
@@ -59,6 +88,7 @@ def test_negative_findings_come_with_the_reason(page):
 
 def test_calibration_and_provenance(page):
     assert "| 50, frozen |" in page.text
+    assert "The shortest of these that matches has 50 epochs." in page.text
     assert re.search(r"^\| 60 \| 64\.90 ± 0\.00 \| 2 \| \+0\.65 \|$", page.text, flags=re.M)
     assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, oqc 0.1.0, Python 3.12.3, commit ea2d3d7." in page.text
     assert "50 epochs, batch 512, AdamW at 0.002" in page.text
@@ -76,13 +106,24 @@ def test_partial_files(presets, seeds):
 
 def test_another_protocol_is_told():
     records = suite({}, presets=(AFBO, FULL))
-    assert "then frozen for all models" in results_page(records).text
+    assert "This is not the frozen protocol" not in results_page(records).text
     for record in records:
         record["config"]["train"]["epochs"] = 7
     text = results_page(records).text
     assert "Training: 7 epochs" in text
-    assert "not the protocol that was calibrated" in text
+    assert "This is not the frozen protocol." in text
     assert ", frozen |" not in text
+
+
+@pytest.mark.parametrize(("forty", "told"), [(63.0, True), (64.0, False), (None, False)])
+def test_a_page_says_calibrated_only_where_a_shorter_schedule_was_tried_and_missed(forty, told):
+    records = [run(AFBO, seed, 64.2 + 0.1 * seed) for seed in range(2)]
+    if forty is not None:
+        records += [run("cifar100_afbo_40epochs", seed, forty) for seed in range(2)]
+    text = results_page(records).text
+    assert ("Epochs were calibrated on AFBO+PR alone" in text) == told
+    assert ("that its epochs are the fewest to match is [not shown]" in text) != told
+    assert "| 50, frozen | 64.25 ± 0.07 | 2 | +0.00 |" in text
 
 
 def test_no_runs_at_all():
@@ -104,6 +145,19 @@ def test_other_files_are_a_plain_table(tmp_path):
     assert [path.relative_to(tmp_path).as_posix() for path in written] == ["results.md", "figures/accuracy.svg"]
 
 
+def test_plain_pages_say_what_they_can():
+    records = suite({}, presets=(AFBO,), seeds=2)
+    for record in records:
+        record["config"]["data"]["name"] = "digits"
+        record["config"]["train"] |= {"epochs": 2, "warmup": 5.0}
+    assert "The CIFAR-100 presets shrunk to 8 x 8 digits" in results_page(records).text
+    assert "2 epochs, batch 512, AdamW at 0.002, weight decay 0.05, 1 epoch of warmup" in results_page(records).text
+    records[0]["per_epoch"].pop()  # curves of unequal length are not drawn
+    assert not results_page(records).figures
+    records[0]["preset"] = records[1]["preset"] = "mine"
+    assert "shrunk" not in results_page(records).text
+
+
 def test_unknown_presets_stand_apart():
     page = results_page([*suite({}, presets=(AFBO,)), run(FULL, 0, 1.0) | {"preset": "mine"}])
     assert "## Other runs\n\n| Model |" in page.text
@@ -122,6 +176,8 @@ def test_markdown_by_hand():
     assert markdown_table(("A", "B", "C"), [["x|y", "", "1"], ["z", "", ""]]) == (
         "| A | C |\n| --- | ---: |\n| x\\|y | 1 |\n| z | – |\n"
     )
+    assert markdown_table(("A", "B"), [["x", "y"]], words=("B",)) == "| A | B |\n| --- | --- |\n| x | y |\n"
+    assert (beside("7.19", "6.97", " M"), beside("", "6.97"), beside("1", "")) == ("7.19 M (6.97 M)", "(6.97)", "1")
     assert spread(65.594, 0.216) == "65.59 ± 0.22"
     assert spread(65.594) == "65.59"
     assert (signed(-0.0004, "separation_euclidean"), signed(1234.5, "images_per_s")) == ("-0.0004", "+1,234")
@@ -132,7 +188,7 @@ def test_provenance_counts_what_differs():
     records = suite({}, presets=(AFBO,), seeds=3)
     records[0] = records[0] | {"environment": {"device": "cpu", "commit": "0" * 40 + "+changes"}}
     line = environment_line(records)
-    assert "NVIDIA H200 (2 runs) and cpu (1 run)" in line
+    assert "NVIDIA H200 (2 runs) and CPU (1 run)" in line
     assert "commit ea2d3d7 (2 runs) and commit 0000000+changes (1 run)" in line
     assert training_line({"config": {}}) == "not recorded"
 
@@ -152,4 +208,7 @@ def test_speed_is_that_of_runs_that_had_the_device_to_themselves():
     records[7]["at_once"] = 3
     of = comparison.compare(records)
     assert of.speed(FULL) is None
-    assert {f.why for c, f in of.findings.items() if c.metric == "images_per_s"} == {"not run yet"}
+    whys = {c.name: f.why for c, f in of.findings.items() if c.metric == "images_per_s"}
+    assert whys["OQC-LR trains faster than OQC full"] == "not run yet"  # low-rank is not there
+    more = comparison.compare(records + suite({}, presets=("cifar100_lowrank_r56",)))
+    assert more.findings[next(c for c in more.findings if c.metric == "images_per_s")].why == "not measured"

@@ -13,7 +13,6 @@ from oqc.report.statistics import (
     cells,
     holm,
     pooled_noise,
-    super_additive,
     verdict,
 )
 
@@ -88,7 +87,7 @@ def test_super_additivity_worked_out_by_hand():
         "both": {0: 15.0, 1: 17.5},
     }
     (found,) = assess(
-        [super_additive("more than the sum", both="both", first="pr", second="lr", base="base", published=9.0)],
+        [Claim("more than the sum", ("both", "base"), ("pr", "lr"), published=9.0)],
         records(table),
     )
     # Seed 0: 15 - 11 - 12 + 10 = 2; seed 1: 17.5 - 13.5 - 14 + 12 = 2. Seed effects 2, 2.5, 2, 2.5 around 2.25: the
@@ -181,9 +180,7 @@ def test_coverage_of_the_interval_and_error_of_the_family(layout):
     """2000 made-up protocols with large seed effects: 95% of the intervals hold the truth, within three standard
     errors (1.5 points), and Holm's p-values err in at most 5% of protocols, within the same."""
     g = np.random.default_rng(1)
-    claims = [Claim(x, (x,), ("a",)) for x in "bcdef"] + [
-        super_additive("more", both="d", first="b", second="c", base="a")
-    ]
+    claims = [Claim(x, (x,), ("a",)) for x in "bcdef"] + [Claim("more", ("d", "a"), ("b", "c"))]
     trials, inside, family = 2000, np.zeros(len(claims)), 0
     for _ in range(trials):
         seed_effect = g.normal(0, 2, 6)

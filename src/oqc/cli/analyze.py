@@ -15,6 +15,7 @@ from rich.table import Table
 from oqc.analysis import METRICS, SEPARATION, mechanism_on_test
 from oqc.cli.train import AsJson, Device, Folder, Which, load_model
 from oqc.data import load
+from oqc.experiments.suites import RESULTS
 from oqc.train import RunFolder, find_device
 
 MEANING = {
@@ -43,6 +44,8 @@ def analyze(
 ) -> None:
     """Mechanism of a run's model over its test images: overlap of branch and host, gate, geometry of the features."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see `oqc train`
+    if (run / RESULTS).exists():
+        raise ValueError(f"{run} holds records and no weights; their metrics stand in its {RESULTS}: oqc report {run}")
     folder, own = RunFolder(run), find_device(device)
     config = folder.config()
     if data_dir is not None:

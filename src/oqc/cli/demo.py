@@ -14,6 +14,7 @@ from rich.table import Table
 
 from oqc.experiments import demo as experiment
 from oqc.report import Record, rows, table
+from oqc.report.markdown import plural
 
 
 def demo(
@@ -26,7 +27,8 @@ def demo(
     folder = _free_folder(out)
     console = Console()
     began, total = time.perf_counter(), len(experiment.VARIANTS) * seeds
-    console.print(f"{len(experiment.VARIANTS)} models x {seeds} seeds on digits, {epochs} epochs each, on the CPU")
+    size = f"{plural(seeds, 'seed')} on digits, {plural(epochs, 'epoch')}"
+    console.print(f"{len(experiment.VARIANTS)} models x {size} each, on the CPU")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
     task = bar.add_task("training", total=total)
@@ -49,7 +51,7 @@ def demo(
 
     lead = (
         f"A small Deep-ViT with an AFBO host and penultimate-residual readout, alone and with each complement, on"
-        f" scikit-learn's 8 x 8 digits: {seeds} seed{'s' if seeds > 1 else ''}, {epochs} epochs."
+        f" scikit-learn's 8 x 8 digits: {plural(seeds, 'seed')}, {plural(epochs, 'epoch')}."
         " A demonstration of the method, not a measurement of it."
     )
     write_page(folder / "report.html", records, title="oqc demo", lead=lead)

@@ -22,7 +22,8 @@ def report(
     if missing:
         raise ValueError(f"the report needs {', '.join(missing)}; install with: pip install 'oqc[report]'")
     if not folder.is_dir():
-        raise ValueError(f"FOLDER must be a folder with a {RESULTS}, got {folder}, which is none")
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ValueError(f"FOLDER must be a folder with a {RESULTS}, got {folder}, which {what}")
     records = read_records(folder / RESULTS)
     if not records:
         raise ValueError(f"{folder / RESULTS} has no records")

@@ -62,8 +62,7 @@ def reproduce(
     if found.signal is not None:
         typer.echo(f"stopped by {signal.Signals(found.signal).name}; {note}", err=True)
         raise typer.Exit(128 + found.signal)
-    if found.left:
-        shown.line(note)
+    shown.line(note if found.left else f"all in {path}; tables, claims and figures: oqc report {folder}")
     if found.failed:
         raise typer.Exit(1)
 

@@ -30,9 +30,9 @@ class Comparison:
     rows: dict[str, dict[str, Any]]
     findings: dict[Claim, Finding | Pending]
 
-    def gain(self, preset: str) -> Finding | None:
-        """The preset over AFBO+PR, where both were run with seeds enough."""
-        (found,) = assess_all([Claim(f"gain of {preset}", (preset,), (AFBO,))], self.frozen)
+    def gain(self, preset: str, base: str = AFBO) -> Finding | None:
+        """The preset over its base, where both were run with seeds enough."""
+        (found,) = assess_all([Claim(f"gain of {preset}", (preset,), (base,))], self.frozen)
         return found if isinstance(found, Finding) else None
 
     def speed(self, preset: str) -> float | None:
@@ -67,10 +67,21 @@ def published_value(place: str | None, row: str, metric: str = "best") -> publis
     return found[0] if found else None
 
 
+def published_mean(place: str | None, row: str, metric: str = "best") -> float | None:
+    found = published_value(place, row, metric)
+    return None if found is None else found.mean
+
+
+def published_gain(place: str | None, row: str, base: str = AFBO) -> float | None:
+    """The paper's gain over a base at the same place, where it has both."""
+    own, other = published_value(place, row), published_value(place, base)
+    return published.difference(own, other) if own and other else None
+
+
 def published_speed(row: str) -> float | None:
     """The paper's throughput as a share of its baseline's, by its table 1."""
-    own, base = (published_value("table 1", name, "images_per_s") for name in (row, AFBO))
-    return own.mean / base.mean if own and base else None
+    own, base = (published_mean("table 1", name, "images_per_s") for name in (row, AFBO))
+    return own / base if own and base else None
 
 
 def rank_points(of: Comparison) -> tuple[list[Point], list[Point]]:
@@ -88,11 +99,11 @@ def rank_points(of: Comparison) -> tuple[list[Point], list[Point]]:
 
 
 def published_point(series: str, x: float, place: str, row: str) -> Point | None:
-    """The paper's gain over the baseline of the same place, with the ± of the row itself."""
-    value, base = published_value(place, row), published_value(place, AFBO)
-    if value is None or base is None:
+    """The paper's gain over AFBO+PR at the same place, with the ± of the row itself."""
+    gain, value = published_gain(place, row), published_value(place, row)
+    if gain is None or value is None:
         return None
-    gain, std = published.difference(value, base), value.std
+    std = value.std
     return Point(series, x, gain, None if std is None else gain - std, None if std is None else gain + std)
 
 

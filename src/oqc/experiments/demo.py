@@ -54,5 +54,4 @@ def run_demo(
 
 def _job(variant: str, seed: int, epochs: int) -> Job:
     run = on_digits(VARIANTS[variant]())
-    train = replace(run.train, epochs=epochs, seed=seed, warmup=min(run.train.warmup, epochs / 2))
-    return Job(variant, replace(run, train=train))
+    return Job(variant, replace(run, train=replace(run.train, epochs=epochs, seed=seed)))

@@ -2,7 +2,7 @@
 
 Deep-ViT of width 256 and depth 8 becomes one of width 48 and depth 3 on 8 x 8 images with patches of 2. Everything that
 is a size (width, depth, rank, a hidden width that is given) shrinks in proportion, so that what differs in the paper
-differs here. It shows the whole path; 360 test images settle no question of accuracy.
+differs here. It shows the whole path; 359 test images settle no question of accuracy.
 """
 
 from __future__ import annotations

@@ -48,7 +48,13 @@ def summary(of: Comparison) -> str:
     text = f"## What holds\n\nThe paper's claims, {len(of_paper(of))} in all: {counts(of_paper(of))}."
     if sized:
         text += f" The published size lies in our interval for {sum(sized)} of {len(sized)}."
-    text += f" What the paper's argument needs and we ask beside it, {len(of_ours(of))}: {counts(of_ours(of))}."
+    text += f" Questions of ours beside them, on capacity and other hosts, {len(of_ours(of))}: {counts(of_ours(of))}."
+    decided = [one for one in of.findings.values() if isinstance(one, Finding) and one.verdict in VERDICTS[:2]]
+    if decided:
+        kept = sum(one.p_holm < 0.05 for one in decided)
+        text += (
+            f" Of the {len(decided)} intervals that exclude 0, {kept} have p below 0.05 after Holm's correction too."
+        )
     return f"{text}\n\n{_RULE}\n"
 
 
@@ -112,5 +118,5 @@ def claim_tables(of: Comparison) -> str:
             inside = {None: "", True: "yes", False: "no"}[one.published_inside]
             shown = [interval(one), str(len(one.seeds)), p_value(one.p_holm), verdict_of(one), inside]
             body.append([claim.name, claim.place, published, *shown])
-        text += f"### {title}: claims\n\n{markdown_table(columns, body)}\n"
+        text += f"### {title}: claims\n\n{markdown_table(columns, body, words=('Place', 'Verdict'))}\n"
     return text

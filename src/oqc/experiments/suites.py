@@ -143,8 +143,11 @@ def reproduce(
     """
     began, watch, own = time.monotonic(), watch or Unwatched(), find_device(device)
     jobs = plan(suite, seeds, data, epochs)
+    if data_dir is not None and data == "digits":
+        raise ValueError(f"--data-dir is for cifar100, the digits come with scikit-learn; got {data_dir}")
     if data_dir is not None and not data_dir.exists():
         raise ValueError(f"--data-dir must be the folder or archive of {data}, got {data_dir}, which does not exist")
+    _make_folder(results)
     path = results / RESULTS
     with RunFolder(results).held(), stop_on_signals() as stop:
         records = {(r["preset"], r["seed"]): r for r in (read_records(path) if path.exists() else [])}
@@ -182,6 +185,14 @@ def reproduce(
     )
 
 
+def _make_folder(results: Path) -> None:
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "it is a file" if results.is_file() else error.strerror
+        raise ValueError(f"--results must be a folder that can be written, got {results}: {why}") from None
+
+
 def _with_root(job: Job, data_dir: Path | None) -> Job:
     data = replace(job.run.data, root=None if data_dir is None else str(data_dir))
     return replace(job, run=replace(job.run, data=data))
@@ -206,7 +217,7 @@ def _check_protocol(record: Record, path: Path, data: str, epochs: int | None) -
     except ValueError as error:
         raise ValueError(f"{where}, with a config that cannot be read: {error}") from None
     old, new = (dict(_fields(configs.to_dict(without_root(run)))) for run in (then, run_of(preset, seed, data, epochs)))
-    for name, value in new.items():
+    for name, value in sorted(new.items(), key=lambda item: item[0] != "data.name"):  # which says most
         if old[name] != value:
             raise ValueError(
                 f"{where}, with {name} {old[name]}, but now it would be {value}; one results file holds one protocol:"

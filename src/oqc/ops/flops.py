@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from oqc.ops import operators  # noqa: F401  the operators must exist
-from oqc.ops.plain import Form, padded_rank, width_of
+from oqc.ops.layout import Form, padded_rank, width_of
 
 
 @register_flop_formula(torch.ops.oqc.fold)

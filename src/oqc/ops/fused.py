@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oqc.ops import operators
-from oqc.ops.operators import GATE_COLUMNS, Form
+from oqc.ops.layout import GATE_COLUMNS, Form
 from oqc.ops.reference import Space, full_precision
 
 MOST_RANK = 128  # beyond it a block of tokens no longer fits a program's registers

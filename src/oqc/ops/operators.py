@@ -20,7 +20,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oqc.ops import plain
-from oqc.ops.plain import GATE_COLUMNS, GATE_PARTS, Form, cast, padded_rank, split, width_of
+from oqc.ops.layout import (
+    GATE_COLUMNS,
+    GATE_PARTS,
+    Form,
+    both_columns,
+    dstack_shape,
+    gram_of,
+    padded_rank,
+    saved_shapes,
+    split,
+    split_dstack,
+    width_of,
+    z_columns,
+)
+from oqc.ops.plain import cast
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,13 +110,13 @@ def afbo(*args: Any) -> tuple[Tensor, ...]:
     with on_device_of(x):
         proj = F.linear(x, weight_in, cast(bias_in, x))  # [T, C]
         a, c, u, v, logit = split(proj, hidden, form)
-        both = x.new_empty(x.shape[0], _both_columns(stack, form))  # [b | z | 1], b alone without a complement
+        both = x.new_empty(x.shape[0], both_columns(stack, form))  # [b | z | 1], b alone without a complement
         b, z = both[:, :hidden], both[:, hidden:]
         triton_spatial.forward(a, c, (tap_a, bias_a, tap_c, bias_c), **_place(form), out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
         host = x.new_empty(0)
         if form.space != "host":
-            branch = (u, v, gate if logit is None else logit[:, 0], stack, _gram(exact, form))
+            branch = (u, v, gate if logit is None else logit[:, 0], stack, gram_of(exact, form))
             saved = triton_complement.coefficients(b, *branch, **_kind(form), save=form.save, out=z)
         rows = stack[: width_of(stack, form)]
         if form.space == "hidden":
@@ -122,7 +136,7 @@ def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
     proj, both, *saved, host = args[12:20]
     form, hidden = Form(*args[20:]), tap_a.shape[0]
     if not on_kernels(x):
-        return _plain_afbo_backward(dy, args[1:12], form)
+        return plain.afbo_backward(dy, args[1:12], form)
     from oqc.ops import triton_complement, triton_spatial, triton_sums
 
     dy = dy.contiguous()
@@ -152,24 +166,6 @@ def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
         return dproj @ weight_in, dproj.T @ x, flat, dstack, ends
 
 
-def _plain_afbo_backward(dy: Tensor, inputs: tuple[Any, ...], form: Form) -> tuple[Tensor, ...]:
-    dx, dweight, dbias_in, *maps, dstack, dexact, dbias, dgate = plain.gradients(plain.afbo, dy, inputs, form)
-    hidden = maps[0].shape[0]
-    parts = [g.new_zeros(hidden) if item is None else g.flatten() for g, item in zip(maps, inputs[3:7], strict=True)]
-    parts.append(dbias_in[: 2 * hidden] if len(dbias_in) else dx.new_zeros(2 * hidden))
-    if form.gate == "logit":
-        dgate = dbias_in[-GATE_COLUMNS] if len(dbias_in) else dx.new_zeros(())
-    if form.space == "host":
-        return dx, dweight, torch.cat(parts), dstack, dbias
-    return dx, dweight, torch.cat(parts), *_plain_ends(dexact, dbias, dgate)
-
-
-def _plain_ends(dexact: Tensor, dbias: Tensor, dgate: Tensor) -> tuple[Tensor, Tensor]:
-    """dS with dbias as one more column, and parts of the gate's gradient."""
-    column = F.pad(dbias.to(dexact.dtype), (0, dexact.shape[0] - len(dbias)))
-    return torch.cat([dexact, column[:, None]], 1), F.pad(dgate.sum().view(1), (0, GATE_PARTS - 1)).to(dexact.dtype)
-
-
 @_operator("complement", f"{_COMPLEMENT}, {_FORM}", 8)
 def complement(*args: Any) -> tuple[Tensor, ...]:
     """y; [z | 1], what the complement saves, and W b."""
@@ -183,9 +179,9 @@ def complement(*args: Any) -> tuple[Tensor, ...]:
         width = width_of(stack, form)
         rows = width + (padded_rank(form) if form.space == "rank" else 0)  # W b, and t beside it
         host = b @ stack[:rows, :hidden].T
-        z = b.new_empty(b.shape[0], _z_columns(form))
+        z = b.new_empty(b.shape[0], z_columns(form))
         saved = triton_complement.coefficients(
-            *(b, u, v, gate, stack, _gram(exact, form)), **_kind(form), save=form.save, out=z, t=host[:, width:]
+            *(b, u, v, gate, stack, gram_of(exact, form)), **_kind(form), save=form.save, out=z, t=host[:, width:]
         )
         kept = form.space == "hidden" and form.save
         out = b.new_empty(b.shape[0], width) if kept or rows > width else host
@@ -200,7 +196,7 @@ def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
     form, hidden = Form(*args[15:]), b.shape[1]
     if not on_kernels(b):
         db, du, dv, dgate, _, dstack, dbias = plain.gradients(plain.complement, dy, args[1:8], form)
-        return db, du, dv, dgate, *_plain_ends(dstack, dbias, dgate)
+        return db, du, dv, dgate, *plain.ends_of(dstack, dbias, dgate)
     from oqc.ops import triton_complement
 
     dy = dy.contiguous()
@@ -249,8 +245,8 @@ def _afbo_shapes(*args: Any) -> tuple[Tensor, ...]:
     y = x.new_zeros(x.shape[0], width_of(stack, form))
     if not form.save:
         return y, *_empty(x, 8)
-    kept = [x.new_zeros(x.shape[0], n) for n in (weight_in.shape[0], _both_columns(stack, form))]
-    return y, *kept, *(_empty(x, 6) if form.space == "host" else _saved_shapes(x, y, form))
+    kept = [x.new_zeros(x.shape[0], n) for n in (weight_in.shape[0], both_columns(stack, form))]
+    return y, *kept, *(_empty(x, 6) if form.space == "host" else saved_shapes(x, y, form))
 
 
 @_afbo_backward.register_fake
@@ -261,7 +257,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     if form.space == "host":
         dstack, ends = torch.empty_like(stack), x.new_empty(0) if bias is None else _like_sums(x, dy.shape[1])
     else:
-        dstack = _dstack_shape(exact, _both_columns(stack, form) if on_kernels(x) else None)
+        dstack = dstack_shape(exact, both_columns(stack, form) if on_kernels(x) else None)
         ends = _like_sums(x, GATE_PARTS)
     return torch.empty_like(x), torch.empty_like(weight_in), flat, dstack, ends
 
@@ -272,30 +268,15 @@ def _complement_shapes(*args: Any) -> tuple[Tensor, ...]:
     y = b.new_zeros(b.shape[0], width_of(stack, form))
     if not form.save:
         return y, *_empty(b, 7)
-    return y, b.new_zeros(b.shape[0], _z_columns(form)), *_saved_shapes(b, y, form)
+    return y, b.new_zeros(b.shape[0], z_columns(form)), *saved_shapes(b, y, form)
 
 
 @_complement_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     b, exact, form = args[1], args[6], Form(*args[15:])
     gradients = (torch.empty_like(item) for item in args[1:5])
-    dstack = _dstack_shape(exact, b.shape[1] + _z_columns(form)) if on_kernels(b) else _dstack_shape(exact)
+    dstack = dstack_shape(exact, b.shape[1] + z_columns(form)) if on_kernels(b) else dstack_shape(exact)
     return *gradients, dstack, _like_sums(b, GATE_PARTS)
-
-
-def _dstack_shape(exact: Tensor, columns: int | None = None) -> Tensor:
-    """Of S and one more column; from kernels with rows and columns to spare."""
-    if columns is None:
-        return exact.new_empty(exact.shape[0], exact.shape[1] + 1)
-    return exact.new_empty(exact.shape[0] + -exact.shape[0] % 64, columns)
-
-
-def _saved_shapes(x: Tensor, y: Tensor, form: Form) -> tuple[Tensor, ...]:
-    """Those of `triton_complement.Saved`, and of W b."""
-    projected, normalised, full = form.space != "none", form.normalise, form.space == "hidden"
-    wide = (x.new_zeros(x.shape[0] if wanted else 0, padded_rank(form)) for wanted in (projected, normalised))
-    numbers = (x.new_zeros(x.shape[0] if wanted else 0, dtype=torch.float32) for wanted in (normalised, full, full))
-    return *wide, *numbers, torch.zeros_like(y) if full else x.new_zeros(0)
 
 
 # Gradients.
@@ -326,7 +307,7 @@ def _afbo_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     dbias_in, dbias, dgate = sums, ends, ends.sum().view(1)
     dexact = None
     if form.space != "host":
-        dexact, dbias = _split_dstack(dstack, args[8], dy.shape[1])
+        dexact, dbias = split_dstack(dstack, args[8], dy.shape[1])
         dstack = None
     if bias_in is not None:
         dbias_in = F.pad(sums, (0, weight_in.shape[0] - 2 * hidden))
@@ -338,16 +319,10 @@ def _afbo_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     return dx, dweight, dbias_in, *dmaps, dstack, dexact, dbias, dgate
 
 
-def _split_dstack(dstack: Tensor, exact: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The gradients of S and of the bias."""
-    rows, columns = exact.shape
-    return dstack[:rows, :columns], dstack[:width, columns]
-
-
 def _complement_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     gate, bias = args[3], args[6]
     db, du, dv, dgate, dstack, ends = _complement_backward(dy, *args)
-    dexact, dbias = _split_dstack(dstack, args[5], dy.shape[1])
+    dexact, dbias = split_dstack(dstack, args[5], dy.shape[1])
     if Form(*args[14:]).gate == "scalar":
         dgate = ends.sum().view_as(gate).to(gate.dtype)
     return db, du, dv, dgate, None, dexact, dbias if bias is None else dbias.to(bias.dtype)
@@ -399,20 +374,6 @@ def _empty(x: Tensor, count: int) -> list[Tensor]:
 
 def _like(given: Tensor | None, x: Tensor) -> Tensor:
     return x.new_empty(0) if given is None else torch.empty_like(given)
-
-
-def _gram(exact: Tensor, form: Form) -> Tensor:
-    return exact[-padded_rank(form) :, -padded_rank(form) :]
-
-
-def _both_columns(stack: Tensor, form: Form) -> int:
-    """Of [b | z | 1]: rows of whole 64 bytes in half precision, which cuBLAS's products over tokens like better."""
-    return stack.shape[1] if form.space == "host" else stack.shape[1] + 1 + -(stack.shape[1] + 1) % 32
-
-
-def _z_columns(form: Form) -> int:
-    """Of [z | 1]."""
-    return padded_rank(form) + 8
 
 
 def _over_tokens(a: Tensor, b: Tensor) -> Tensor:

@@ -4,53 +4,15 @@ derivatives. Arguments are the operators' own."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from oqc.ops.layout import GATE_COLUMNS, GATE_PARTS, Form, padded_rank, split, width_of
 from oqc.ops.rankspace import full_coefficients
 from oqc.ops.reference import main_feature, orthogonalize, quadratic, upcast
-
-GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
-GATE_PARTS = 4  # numbers that add up to the gradient of a gate
-
-
-class Form(NamedTuple):
-    """What an operator is told besides its tensors."""
-
-    rows: int = 0
-    columns: int = 0
-    prefix: int = 0
-    rank: int = 0
-    space: str = "rank"  # "host": no complement
-    normalise: bool = True
-    gate: str = "scalar"  # "beta": its logit; "token": a value per token; "logit": logits in a column of proj
-    shared: bool = False  # u and v are the first R channels of the host's maps
-    eps: float = 1e-6
-    save: bool = True  # whether a backward may follow
-
-
-def split(proj: Tensor, hidden: int, form: Form) -> tuple[Any, ...]:
-    """Views of proj's columns: a, c, u, v (None for a host alone) and the gate's columns (None without)."""
-    a, c = proj[:, :hidden], proj[:, hidden : 2 * hidden]
-    logit = proj[:, -GATE_COLUMNS:] if form.gate == "logit" else None
-    if form.space == "host":
-        return a, c, None, None, logit
-    if form.shared:
-        return a, c, a[:, : form.rank], c[:, : form.rank], logit
-    first, padded = 2 * hidden, form.rank + -form.rank % 8
-    return a, c, proj[:, first : first + padded], proj[:, first + padded : first + 2 * padded], logit
-
-
-def padded_rank(form: Form) -> int:
-    return form.rank + -form.rank % 8
-
-
-def width_of(stack: Tensor, form: Form) -> int:
-    """D: S has as many rows and, with a complement, those of P and of G."""
-    return stack.shape[0] - padded_rank(form) * {"host": 0, "none": 1}.get(form.space, 2)
 
 
 def fold(weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -107,6 +69,25 @@ def complement(*args: Any) -> Tensor:
         z = gate * (torch.rsqrt(energy / hidden + form.eps) * q if form.normalise else q)
     y = host + F.linear(z.to(b.dtype), stack[:width, hidden : hidden + form.rank])
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def afbo_backward(dy: Tensor, inputs: tuple[Any, ...], form: Form) -> tuple[Tensor, ...]:
+    """What the operator of that name returns."""
+    dx, dweight, dbias_in, *maps, dstack, dexact, dbias, dgate = gradients(afbo, dy, inputs, form)
+    hidden = maps[0].shape[0]
+    parts = [g.new_zeros(hidden) if item is None else g.flatten() for g, item in zip(maps, inputs[3:7], strict=True)]
+    parts.append(dbias_in[: 2 * hidden] if len(dbias_in) else dx.new_zeros(2 * hidden))
+    if form.gate == "logit":
+        dgate = dbias_in[-GATE_COLUMNS] if len(dbias_in) else dx.new_zeros(())
+    if form.space == "host":
+        return dx, dweight, torch.cat(parts), dstack, dbias
+    return dx, dweight, torch.cat(parts), *ends_of(dexact, dbias, dgate)
+
+
+def ends_of(dexact: Tensor, dbias: Tensor, dgate: Tensor) -> tuple[Tensor, Tensor]:
+    """dS with dbias as one more column, and parts of the gate's gradient."""
+    column = F.pad(dbias.to(dexact.dtype), (0, dexact.shape[0] - len(dbias)))
+    return torch.cat([dexact, column[:, None]], 1), F.pad(dgate.sum().view(1), (0, GATE_PARTS - 1)).to(dexact.dtype)
 
 
 def cast(item: Tensor | None, like: Tensor) -> Tensor | None:

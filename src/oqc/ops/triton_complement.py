@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oqc.ops.plain import GATE_PARTS
+from oqc.ops.layout import GATE_PARTS
 from oqc.ops.triton_sums import column_sums
 
 HIDDEN, RANK, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 FORMATS = {"best": ".2f", "images_per_s": ",.0f", "effective_rank": ".2f", "participation_ratio": ".2f"}
 
@@ -14,6 +14,12 @@ def number(value: float | None, form: str = ".2f") -> str:
 
 def spread(mean: float | None, std: float | None = None, form: str = ".2f") -> str:
     return number(mean, form) + ("" if mean is None or std is None else f" ± {std:{form}}")
+
+
+def beside(ours: str, paper: str, unit: str = "") -> str:
+    """Ours, with the paper's in brackets where it has one."""
+    parts = (ours and ours + unit, paper and f"({paper}{unit})")
+    return " ".join(part for part in parts if part)
 
 
 def signed(value: float | None, metric: str = "best") -> str:
@@ -33,9 +39,10 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def markdown_table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right; columns with nothing in them are left out."""
+def markdown_table(columns: Sequence[str], body: Sequence[Sequence[str]], *, words: Collection[str] = ()) -> str:
+    """The first column and those of `words` to the left, the others to the right; columns with nothing in them are left
+    out."""
     kept = [k for k in range(len(columns)) if k == 0 or any(row[k] for row in body)]
-    lines = [[columns[k] for k in kept], ["---" if k == 0 else "---:" for k in kept]]
+    lines = [[columns[k] for k in kept], ["---" if k == 0 or columns[k] in words else "---:" for k in kept]]
     lines += [[row[k].replace("|", "\\|") or "–" for k in kept] for row in body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

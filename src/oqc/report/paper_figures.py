@@ -66,9 +66,9 @@ def forest(sections: Mapping[str, Sequence[Finding]]) -> str:
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     handles = [
-        Line2D([], [], color=COLORS[2], marker="o", markersize=5, label="reproduced"),
+        Line2D([], [], color=COLORS[2], marker="o", markersize=5, label="reproduced, confirmed"),
         Line2D([], [], color=GREY, marker="o", markersize=5, mfc="white", label="interval contains 0"),
-        Line2D([], [], color=COLORS[1], marker="o", markersize=5, label="contradicted"),
+        Line2D([], [], color=COLORS[1], marker="o", markersize=5, label="contradicted, refuted"),
         Line2D([], [], color=INK, marker="D", markersize=5, mfc="none", linestyle="none", label="published"),
     ]
     figure.legend(handles=handles, frameon=False, fontsize=8.5, loc="outside upper center", ncols=4)
@@ -185,7 +185,8 @@ def _decades(axes: Any) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())
     if shown:
-        axes.set_ylim(10.0 ** math.floor(math.log10(min(shown))), 10.0 ** math.ceil(math.log10(max(shown)) + 1e-9))
+        low, high = math.log10(min(shown)), math.log10(max(shown))
+        axes.set_ylim(10.0 ** math.floor(low - 0.15), 10.0 ** math.ceil(high + 0.15))  # no marker at the edge
 
 
 def _style(hollow: bool) -> dict[str, Any]:

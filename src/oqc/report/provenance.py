@@ -31,12 +31,13 @@ def training_line(record: Record) -> str:
     if not record["config"]:
         return "not recorded"
     train, data = protocol_of(config_of(record))
+    warmup = min(train.warmup, train.epochs / 2)  # as training has it
     parts = [
         plural(train.epochs, "epoch"),
         f"batch {train.batch}",
         f"AdamW at {train.lr:g}",
         f"weight decay {train.weight_decay:g}",
-        f"{train.warmup:g} epochs of warmup, then cosine",
+        f"{warmup:g} epoch{'' if warmup == 1 else 's'} of warmup, then cosine",
         f"clipping at {train.clip:g}" if train.clip else "no clipping",
         f"label smoothing {train.smoothing:g}" if train.smoothing else "",
         f"random crop (pad {data.crop})" if data.crop else "no crop",
@@ -50,12 +51,17 @@ def training_line(record: Record) -> str:
 def environment_line(records: Sequence[Record]) -> str:
     """Machine, versions and commits of all records, each with its number of runs where there are several."""
     found = [record["environment"] for record in records]
-    parts = [_count([one.get("gpu") or one.get("device") for one in found])]
+    parts = [_count([machine_of(record) for record in records])]
     for name in ("torch", "triton", "oqc"):
         parts.append(_count([one.get("versions", {}).get(name) for one in found], f"{name} "))
     parts.append(_count([one.get("python") for one in found], "Python "))
     parts.append(_count([_short(one.get("commit")) for one in found], "commit "))
     return ", ".join(part for part in parts if part)
+
+
+def machine_of(record: Record) -> str:
+    """The GPU's name, or CPU."""
+    return record["environment"].get("gpu") or "CPU"
 
 
 def _short(commit: str | None) -> str | None:

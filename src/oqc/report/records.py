@@ -35,21 +35,27 @@ MECHANISM = (
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file. A last line cut short by a kill is left out; anything else wrong is named."""
+    """The records of a file, one a (preset, seed). A last line cut short by a kill is left out; anything else wrong is
+    named."""
     if not path.is_file():
         raise ValueError(f"no results file at {path}")
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    records = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    records: list[Record] = []
+    seen: dict[tuple[str, int], int] = {}
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except ValueError:
-            if number == len(lines) and not line.endswith("\n"):
+            if number == len(lines) and not line.endswith(b"\n"):
                 break
             raise ValueError(f"{path}, line {number}: not a JSON object") from None
         fault = _fault(record)
         if fault:
             raise ValueError(f"{path}, line {number}: {fault}")
+        run = record["preset"], record["seed"]
+        if run in seen:
+            raise ValueError(f"{path}, line {number}: {run[0]}, seed {run[1]} is in line {seen[run]} already")
+        seen[run] = number
         records.append(record)
     return records
 

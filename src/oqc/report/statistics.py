@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,13 +56,6 @@ class Claim:
         return self.plus + self.minus
 
 
-def super_additive(
-    name: str, *, both: str, first: str, second: str, base: str, published: float | None = None, metric: str = "best"
-) -> Claim:
-    """Two parts together add more than each alone: both - first - second + base > 0."""
-    return Claim(name, plus=(both, base), minus=(first, second), published=published, metric=metric)
-
-
 @dataclass(frozen=True)
 class Noise:
     """The pooled variance of one cell, with its degrees of freedom."""
@@ -94,7 +87,7 @@ class Pending:
     """A claim that the records do not reach yet, and why."""
 
     claim: Claim
-    why: Literal["not run yet", "needs two seeds"]
+    why: Literal["not run yet", "not measured", "needs two seeds"]
 
 
 def cells(records: Sequence[dict[str, Any]], metric: str = "best") -> Cells:
@@ -165,14 +158,17 @@ def assess(claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level:
 def assess_all(
     claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level: float = 0.95
 ) -> list[Finding | Pending]:
-    """As `assess`, with a `Pending` for each claim whose runs are not there, or too few for any variance."""
+    """As `assess`, with a `Pending` for each claim whose runs are not there, lack its metric, or are too few for any
+    variance."""
+    ran = {(record["preset"], record["seed"]) for record in records}
     by_metric = {metric: cells(records, metric) for metric in dict.fromkeys(claim.metric for claim in claims)}
     varies = {metric: _has_noise(of) for metric, of in by_metric.items()}
     pending: dict[Claim, Pending] = {}
     for claim in claims:
-        of = by_metric[claim.metric]
-        if not set.intersection(*({seed for name, seed in of if name == preset} for preset in claim.presets)):
+        if not _common_seeds(claim, ran):
             pending[claim] = Pending(claim, "not run yet")
+        elif not _common_seeds(claim, by_metric[claim.metric]):
+            pending[claim] = Pending(claim, "not measured")
         elif not varies[claim.metric]:
             pending[claim] = Pending(claim, "needs two seeds")
     found = iter(assess([claim for claim in claims if claim not in pending], records, level=level))
@@ -187,13 +183,17 @@ def _has_noise(of: Cells) -> bool:
     return True
 
 
+def _common_seeds(claim: Claim, of: Collection[tuple[str, int]]) -> list[int]:
+    """The seeds that all presets of the claim have."""
+    return sorted(set.intersection(*({seed for name, seed in of if name == preset} for preset in claim.presets)))
+
+
 def _paired(claim: Claim, of: Cells) -> dict[int, float]:
     """The contrast by seed, over the seeds that all presets of the claim have."""
-    seeds = {preset: {seed for name, seed in of if name == preset} for preset in claim.presets}
-    for preset, some in seeds.items():
-        if not some:
+    for preset in claim.presets:
+        if not any(name == preset for name, _ in of):
             raise ValueError(f"claim {claim.name!r}: no record of preset {preset!r} has {claim.metric}")
-    common = sorted(set.intersection(*seeds.values()))
+    common = _common_seeds(claim, of)
     if not common:
         raise ValueError(f"claim {claim.name!r}: {', '.join(claim.presets)} have no seed in common")
     return {

@@ -1,0 +1,191 @@
+"""The tables of the results page: a section a suite, the mechanism, the calibration; the paper's values in brackets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oqc.analysis import METRICS, SEPARATION
+from oqc.experiments import comparison, findings, protocol
+from oqc.experiments.claims import AFBO, AFBO_NOPR, MLP_NOPR
+from oqc.experiments.comparison import Comparison, published_gain, published_mean, published_speed, published_value
+from oqc.experiments.presets import PRESETS
+from oqc.experiments.published import value
+from oqc.experiments.suites import SUITES
+from oqc.report.markdown import beside, markdown_table, number, plural, signed, spread
+from oqc.report.provenance import config_of
+
+NOT_RUN = "not run yet"
+WITHIN = 0.5  # points from the paper's baseline, for a schedule to count as matched
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite's section: where the paper has its numbers, what its rows gain over, and what to know of it. A row's gain
+    is over the last of `bases` that stands above it."""
+
+    title: str
+    name: str
+    place: str | None = None
+    bases: tuple[str, ...] = (AFBO,)
+    text: str = ""
+
+
+SUITE_SECTIONS = (
+    Suite("Main table", "table1", "table 1"),
+    Suite(
+        "Capacity",
+        "capacity",
+        text="Our own control: the complements add parameters, so AFBO+PR is widened to the same counts.",
+    ),
+    Suite(
+        "Alternative designs",
+        "designs",
+        "alternative designs",
+        text="The paper holds these against table 1's baseline, though by its own note not all were trained as it was;"
+        " ours are all of one protocol.",
+    ),
+    Suite("Decomposition", "decomposition", "table 4", (MLP_NOPR, AFBO_NOPR), "Gain is over the bare host."),
+    Suite("Rank sweep", "rank-sweep", "rank sweep"),
+    Suite(
+        "Other hosts",
+        "hosts",
+        bases=("cifar100_afbo_grouped", "cifar100_swiglu"),
+        text="Our own: hosts that the paper does not have. Gain is over the host alone.",
+    ),
+    Suite(
+        "ViT-Tiny readout pilot",
+        "vit-tiny",
+        "limitations",
+        ("cifar100_vit_tiny",),
+        "The paper names neither data set nor training; only the difference of the two rows is to be read. It found no"
+        " gain. Gain is over the row without PR.",
+    ),
+)
+
+
+def title_of(preset: str) -> str:
+    """What a preset's docstring calls it."""
+    return (PRESETS[preset].__doc__ or preset).partition(":")[0]
+
+
+def suite_section(of: Comparison, suite: Suite) -> str:
+    columns = (
+        "Model", "Parameters", "Paper (%)", "Ours (%)", "Final (%)", "Seeds", "Paper's gain", "Our gain [95%]",
+        "Images/s", "Speed",
+    )  # fmt: skip
+    body, base = [], suite.bases[0]
+    for preset in SUITES[suite.name]:
+        base = preset if preset in suite.bases else base
+        row, paper = of.rows.get(preset, {}), published_value(suite.place, preset)
+        gain = of.gain(preset, base) if preset != base else None
+        size, speed = (published_mean(suite.place, preset, name) for name in ("parameters_m", "images_per_s"))
+        body.append(
+            [
+                title_of(preset),
+                beside(number(row["parameters"] / 1e6) if row else "", number(size), " M"),
+                spread(paper.mean, paper.std) if paper else "",
+                spread(row["mean"], row["std"]) if row else NOT_RUN,
+                number(row.get("final")),
+                str(row["seeds"]) if row else "",
+                signed(published_gain(suite.place, preset, base)) if preset != base else "",
+                findings.interval(gain) if gain else "",
+                beside(number(row.get("images_per_s"), ",.0f"), number(speed, ",.0f")),
+                beside(number(of.speed(preset)), number(published_speed(preset)) if suite.place == "table 1" else ""),
+            ]
+        )
+    text = f"{suite.text}\n\n" if suite.text else ""
+    return f"### {suite.title}\n\n{text}{markdown_table(columns, body)}"
+
+
+def mechanism_section(of: Comparison) -> str:
+    """Geometry, overlap and gates of the main table's models."""
+    ours, paper = comparison.mechanism_values(of)
+    if not ours:
+        return ""
+    columns = (
+        "Model", "Effective rank", "Participation ratio", "Separation", "Overlap before", "Chance", "Overlap after",
+        "Hidden cosine", "Gate mean", "Gate std",
+    )  # fmt: skip
+    forms = {
+        "effective_rank": ".2f", "participation_ratio": ".2f", "separation": ".4f", "before": ".3f", "chance": ".3f",
+        "after": ".1e", "hidden_cosine": ".3f", "gate_mean": ".3f", "gate_std": ".3f",
+    }  # fmt: skip
+    body = [
+        [series, *(beside(number(row.get(n), form), number(paper[series].get(n), form)) for n, form in forms.items())]
+        for series, row in ours.items()
+    ]
+    return (
+        "## Mechanism\n\nMeans over the test set and the seeds, the paper's in brackets; the formulas are in"
+        " docs/metrics.md. An overlap before projection means something only beside chance, the level of two random"
+        " directions in its space. The hidden cosine, of what is added with what it is added to, lives in full's space,"
+        f" so full's chance is its level.\n\n{_overlap(of)}{_separation(of)}{markdown_table(columns, body)}"
+    )
+
+
+def _overlap(of: Comparison) -> str:
+    """What the projection does, over every run that has one."""
+    found = [record["mechanism"] for record in of.frozen if record["mechanism"].get("after") is not None]
+    if not found:
+        return ""
+    shares = [one["before"] / one["chance"] for one in found]
+    return (
+        f"Over {plural(len(found), 'run')} with a projection the overlap is {min(shares):.2f} to {max(shares):.2f}"
+        f" times chance before it and at most {max(one['after'] for one in found):.1e} after it.\n\n"
+    )
+
+
+def _separation(of: Comparison) -> str:
+    """All candidates for the paper's separation score, by the baseline alone."""
+    row = of.rows.get(AFBO, {})
+    candidates = {name: row[name] for name in METRICS if name.startswith("separation") and row.get(name) is not None}
+    if not candidates:
+        return ""
+    shown = ", ".join(f"`{name}` {found:.4f}" for name, found in candidates.items())
+    published = value("table 3", AFBO, "separation").mean
+    return (
+        f"The paper has no formula for its separation, which is {published} for AFBO+PR; the candidates there are"
+        f" {shown}. Set beside it is `{SEPARATION}`; nearest to it is `{nearest_separation(candidates)}`.\n\n"
+    )
+
+
+def nearest_separation(candidates: dict[str, float]) -> str:
+    published = value("table 3", AFBO, "separation").mean
+    return min(candidates, key=lambda name: abs(candidates[name] - published))
+
+
+def calibration_section(of: Comparison) -> str:
+    target, tried = value("table 1", AFBO).mean, _schedules(of)
+    rule = (
+        f"AFBO+PR alone, to the shortest schedule with a mean within {WITHIN} of the published {target:.2f}. That match"
+        " is the only use of test accuracy in any choice."
+    )
+    if not tried:
+        return f"## Calibration\n\n{rule}\n\nOurs: {NOT_RUN}.\n"
+    shortest = _shortest_match(of)
+    found = (
+        "None of these matches." if shortest is None else f"The shortest of these that matches has {shortest} epochs."
+    )
+    body = []
+    for epochs, preset in tried.items():
+        row, frozen = of.rows[preset], ", frozen" if epochs == protocol.CIFAR100_TRAIN.epochs else ""
+        cells = spread(row["mean"], row["std"]), str(row["seeds"]), signed(row["mean"] - target)
+        body.append([f"{epochs}{frozen}", *cells])
+    shown = markdown_table(("Epochs", "Ours (%)", "Seeds", "From the paper's"), body)
+    return f"## Calibration\n\n{rule} {found}\n\n{shown}"
+
+
+def is_calibrated(of: Comparison) -> bool:
+    """Whether the runs bear out the frozen schedule: it is the shortest that matches, and a shorter one was tried."""
+    return _shortest_match(of) == protocol.CIFAR100_TRAIN.epochs > min(_schedules(of))
+
+
+def _schedules(of: Comparison) -> dict[int, str]:
+    """The baseline's presets that were run, by their epochs."""
+    found = {config_of(r).train.epochs: r["preset"] for r in of.records if r["preset"] in SUITES["calibration"]}
+    return dict(sorted(found.items()))
+
+
+def _shortest_match(of: Comparison) -> int | None:
+    target = value("table 1", AFBO).mean
+    matched = (n for n, preset in _schedules(of).items() if abs(of.rows[preset]["mean"] - target) <= WITHIN)
+    return next(matched, None)

@@ -1,0 +1,82 @@
+"""How the operators lay out what they take and keep: S = [W M; P 0; 0 G], [b | z | 1], and what a form has of each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
+GATE_PARTS = 4  # numbers that add up to the gradient of a gate
+
+
+class Form(NamedTuple):
+    """What an operator is told besides its tensors."""
+
+    rows: int = 0
+    columns: int = 0
+    prefix: int = 0
+    rank: int = 0
+    space: str = "rank"  # "host": no complement
+    normalise: bool = True
+    gate: str = "scalar"  # "beta": its logit; "token": a value per token; "logit": logits in a column of proj
+    shared: bool = False  # u and v are the first R channels of the host's maps
+    eps: float = 1e-6
+    save: bool = True  # whether a backward may follow
+
+
+def split(proj: Tensor, hidden: int, form: Form) -> tuple[Any, ...]:
+    """Views of proj's columns: a, c, u, v (None for a host alone) and the gate's columns (None without)."""
+    a, c = proj[:, :hidden], proj[:, hidden : 2 * hidden]
+    logit = proj[:, -GATE_COLUMNS:] if form.gate == "logit" else None
+    if form.space == "host":
+        return a, c, None, None, logit
+    if form.shared:
+        return a, c, a[:, : form.rank], c[:, : form.rank], logit
+    first, padded = 2 * hidden, form.rank + -form.rank % 8
+    return a, c, proj[:, first : first + padded], proj[:, first + padded : first + 2 * padded], logit
+
+
+def padded_rank(form: Form) -> int:
+    return form.rank + -form.rank % 8
+
+
+def width_of(stack: Tensor, form: Form) -> int:
+    """D: S has as many rows and, with a complement, those of P and of G."""
+    return stack.shape[0] - padded_rank(form) * {"host": 0, "none": 1}.get(form.space, 2)
+
+
+def dstack_shape(exact: Tensor, columns: int | None = None) -> Tensor:
+    """Of S and one more column; from kernels with rows and columns to spare."""
+    if columns is None:
+        return exact.new_empty(exact.shape[0], exact.shape[1] + 1)
+    return exact.new_empty(exact.shape[0] + -exact.shape[0] % 64, columns)
+
+
+def saved_shapes(x: Tensor, y: Tensor, form: Form) -> tuple[Tensor, ...]:
+    """Those of `triton_complement.Saved`, and of W b."""
+    projected, normalised, full = form.space != "none", form.normalise, form.space == "hidden"
+    wide = (x.new_zeros(x.shape[0] if wanted else 0, padded_rank(form)) for wanted in (projected, normalised))
+    numbers = (x.new_zeros(x.shape[0] if wanted else 0, dtype=torch.float32) for wanted in (normalised, full, full))
+    return *wide, *numbers, torch.zeros_like(y) if full else x.new_zeros(0)
+
+
+def split_dstack(dstack: Tensor, exact: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The gradients of S and of the bias."""
+    rows, columns = exact.shape
+    return dstack[:rows, :columns], dstack[:width, columns]
+
+
+def gram_of(exact: Tensor, form: Form) -> Tensor:
+    return exact[-padded_rank(form) :, -padded_rank(form) :]
+
+
+def both_columns(stack: Tensor, form: Form) -> int:
+    """Of [b | z | 1]: rows of whole 64 bytes in half precision, which cuBLAS's products over tokens like better."""
+    return stack.shape[1] if form.space == "host" else stack.shape[1] + 1 + -(stack.shape[1] + 1) % 32
+
+
+def z_columns(form: Form) -> int:
+    """Of [z | 1]."""
+    return padded_rank(form) + 8
