@@ -9,6 +9,7 @@ from torch import Tensor
 
 GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
 GATE_PARTS = 4  # numbers that add up to the gradient of a gate
+LAYOUT = 1  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
 
 
 class Form(NamedTuple):
@@ -24,6 +25,7 @@ class Form(NamedTuple):
     shared: bool = False  # u and v are the first R channels of the host's maps
     eps: float = 1e-6
     save: bool = True  # whether a backward may follow
+    layout: int = LAYOUT
 
 
 def split(proj: Tensor, hidden: int, form: Form) -> tuple[Any, ...]:

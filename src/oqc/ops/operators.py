@@ -48,7 +48,7 @@ _COMPLEMENT = "Tensor b, Tensor u, Tensor v, Tensor gate, Tensor stack, Tensor e
 _SAVED = "Tensor t, Tensor gp, Tensor energy, Tensor power, Tensor keep, Tensor host"  # triton_complement.Saved, W b
 _FORM = (
     "int rows, int columns, int prefix, int rank, str space, bool normalise, str gate_kind, bool shared, float eps,"
-    " bool save"
+    " bool save, int layout"
 )
 _WEIGHTS = "Tensor weight, Tensor lift, Tensor? project"
 
