@@ -24,6 +24,7 @@ from oqc.models.registry import RANKS
 from oqc.nn import OQCFFN
 from oqc.train import Trainer
 from oqc.train.numerics import autocast, numerics
+from oqc.train.step import room_for_compiled_models
 
 PARITY = {"fp32": 1e-5, "bf16": 1e-2}  # RMS error ratio against float64
 
@@ -81,7 +82,7 @@ def run_bench(
         check_parity(case.model, case.backend, device, precision)
     rates = device_rates(device)
     prepared = []
-    with torch._dynamo.config.patch(recompile_limit=4 * len(todo) + 8):  # each model is one more variant of a block
+    with room_for_compiled_models():
         for case in todo:
             prepared.append(_Prepared(case, device, batch, precision))
             on_ready(case)

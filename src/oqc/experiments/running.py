@@ -26,6 +26,7 @@ from oqc.report import Record
 from oqc.train import Diverged, Progress, Silent, Trainer, replay_rate, train_many
 from oqc.train.environment import environment
 from oqc.train.many import GAIN, MEASURED
+from oqc.train.step import room_for_compiled_models
 from oqc.train.stopping import StopRequest
 
 
@@ -67,7 +68,7 @@ def _in_turn(
     def build(job: Job) -> Built:
         return Built(job, device, watch(job))
 
-    with _room_for_compiled_models(), _compiling_ahead(todo, device):
+    with room_for_compiled_models(), _compiling_ahead(todo, device):
         group = [build(job) for job in itertools.islice(jobs, 1)]
         at_once = _faster_together(group[0], len(todo)) if group else 1
         while group:
@@ -116,15 +117,6 @@ def _trainer(built: Built) -> Trainer:
 
 
 @contextlib.contextmanager
-def _room_for_compiled_models() -> Iterator[None]:
-    """Lets PyTorch keep the compiled blocks of more than eight different models; it would run the ninth uncompiled."""
-    import torch._dynamo.config as dynamo
-
-    with dynamo.patch(recompile_limit=dynamo.accumulated_recompile_limit):  # type: ignore[attr-defined]
-        yield
-
-
-@contextlib.contextmanager
 def _compiling_ahead(todo: Sequence[Job], device: torch.device) -> Iterator[None]:
     """Has a process of its own compile what later models need, while the first one trains. PyTorch and Triton keep
     compiled code on disk, where this process finds it when it gets there."""
@@ -142,7 +134,7 @@ def _compiling_ahead(todo: Sequence[Job], device: torch.device) -> Iterator[None
 
 def _compile(jobs: Sequence[Job], device: torch.device) -> None:
     _start_worker()
-    with _room_for_compiled_models():
+    with room_for_compiled_models():
         for job in jobs:
             with contextlib.suppress(RuntimeError):  # no memory beside the run that trains: it compiles when it starts
                 Built(job, device, Silent()).trainer.prepare()

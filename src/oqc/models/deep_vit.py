@@ -53,7 +53,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, folded: ops.fused.Folded | None = None) -> Tensor:
         x = x + self.attn(self.norm1(x))
-        return x + (self.ffn(self.norm2(x)) if folded is None else self.ffn(self.norm2(x), folded))
+        y = self.norm2(x)
+        return x + (self.ffn(y) if folded is None else self.ffn(y, folded))  # another module there takes y alone
 
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x = x + self.attn(self.norm1(x))

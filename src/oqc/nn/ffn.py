@@ -156,18 +156,16 @@ class OQCFFN(nn.Module):
                 gate = {"beta": branch.beta}
             else:
                 gate = {"gate": branch.gate(x)}
-            options |= (
-                own_maps
-                | gate
-                | {
-                    "lift": branch.lift.weight,
-                    "project": None if branch.project is None else branch.project.weight,
-                    "space": branch.kind.space,
-                    "normalise": branch.kind.normalise,
-                    "eps": branch.eps,
-                    "folded": folded,
-                }
-            )
+            options |= {
+                **own_maps,
+                **gate,
+                "lift": branch.lift.weight,
+                "project": None if branch.project is None else branch.project.weight,
+                "space": branch.kind.space,
+                "normalise": branch.kind.normalise,
+                "eps": branch.eps,
+                "folded": folded,
+            }
         layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
         return ops.fused.ffn_afbo(x, *(t for layer in layers for t in (layer.weight, layer.bias)), **options)
 

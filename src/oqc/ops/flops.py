@@ -34,7 +34,7 @@ def _afbo_flops(x: Any, weight_in: Any, *args: Any, **_: Any) -> int:
 def _branch_flops(stack: Any, *args: Any) -> int:
     """A token's products with the parts of S = [W M; P 0; 0 G], or with W alone. `args` end with a form."""
     form = Form(*args[-len(Form._fields) :])
-    width, padded = width_of(torch.empty(stack, device="meta"), form), padded_rank(form)
+    width, padded = width_of(stack[0], form), padded_rank(form)
     if form.space == "host":
         return width * stack[1]
     return width * stack[1] + (0 if form.space == "none" else padded * (stack[1] - padded)) + padded * padded

@@ -36,17 +36,22 @@ def split(proj: Tensor, hidden: int, form: Form) -> tuple[Any, ...]:
         return a, c, None, None, logit
     if form.shared:
         return a, c, a[:, : form.rank], c[:, : form.rank], logit
-    first, padded = 2 * hidden, form.rank + -form.rank % 8
-    return a, c, proj[:, first : first + padded], proj[:, first + padded : first + 2 * padded], logit
+    first, wide = 2 * hidden, padded_rank(form)
+    return a, c, proj[:, first : first + wide], proj[:, first + wide : first + 2 * wide], logit
+
+
+def aligned(rank: int) -> int:
+    """Ranks are padded with zeros to a multiple of 8, so that rows stay aligned."""
+    return rank + -rank % 8
 
 
 def padded_rank(form: Form) -> int:
-    return form.rank + -form.rank % 8
+    return aligned(form.rank)
 
 
-def width_of(stack: Tensor, form: Form) -> int:
+def width_of(rows: int, form: Form) -> int:
     """D: S has as many rows and, with a complement, those of P and of G."""
-    return stack.shape[0] - padded_rank(form) * {"host": 0, "none": 1}.get(form.space, 2)
+    return rows - padded_rank(form) * {"host": 0, "none": 1}.get(form.space, 2)
 
 
 def dstack_shape(exact: Tensor, columns: int | None = None) -> Tensor:

@@ -24,6 +24,7 @@ from oqc.ops.layout import (
     GATE_COLUMNS,
     GATE_PARTS,
     Form,
+    aligned,
     both_columns,
     dstack_shape,
     gram_of,
@@ -118,7 +119,7 @@ def afbo(*args: Any) -> tuple[Tensor, ...]:
         if form.space != "host":
             branch = (u, v, gate if logit is None else logit[:, 0], stack, gram_of(exact, form))
             saved = triton_complement.coefficients(b, *branch, **_kind(form), save=form.save, out=z)
-        rows = stack[: width_of(stack, form)]
+        rows = stack[: width_of(stack.shape[0], form)]
         if form.space == "hidden":
             host = b @ rows[:, :hidden].T
             out = torch.empty_like(host) if form.save else host
@@ -176,7 +177,7 @@ def complement(*args: Any) -> tuple[Tensor, ...]:
     from oqc.ops import triton_complement
 
     with on_device_of(b):
-        width = width_of(stack, form)
+        width = width_of(stack.shape[0], form)
         rows = width + (padded_rank(form) if form.space == "rank" else 0)  # W b, and t beside it
         host = b @ stack[:rows, :hidden].T
         z = b.new_empty(b.shape[0], z_columns(form))
@@ -227,8 +228,8 @@ def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
 def _fold_shapes(
     weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    (layers, width, hidden), padded = weight.shape, lift.shape[2] + -lift.shape[2] % 8
-    shape = (layers, width + (1 if space == "none" else 2) * padded, hidden + padded)
+    (layers, width, hidden), wide = weight.shape, aligned(lift.shape[2])
+    shape = (layers, width + (1 if space == "none" else 2) * wide, hidden + wide)
     full = torch.promote_types(weight.dtype, torch.float32)
     return weight.new_empty(shape, dtype=full), weight.new_empty(shape, dtype=dtype)
 
@@ -242,7 +243,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 @afbo.register_fake
 def _afbo_shapes(*args: Any) -> tuple[Tensor, ...]:
     x, weight_in, stack, form = args[0], args[1], args[7], Form(*args[11:])
-    y = x.new_zeros(x.shape[0], width_of(stack, form))
+    y = x.new_zeros(x.shape[0], width_of(stack.shape[0], form))
     if not form.save:
         return y, *_empty(x, 8)
     kept = [x.new_zeros(x.shape[0], n) for n in (weight_in.shape[0], both_columns(stack, form))]
@@ -265,7 +266,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 @complement.register_fake
 def _complement_shapes(*args: Any) -> tuple[Tensor, ...]:
     b, stack, form = args[0], args[4], Form(*args[7:])
-    y = b.new_zeros(b.shape[0], width_of(stack, form))
+    y = b.new_zeros(b.shape[0], width_of(stack.shape[0], form))
     if not form.save:
         return y, *_empty(b, 7)
     return y, b.new_zeros(b.shape[0], z_columns(form)), *saved_shapes(b, y, form)

@@ -53,7 +53,7 @@ def complement(*args: Any) -> Tensor:
     b, u, v, gate, _, exact, bias = args[:7]
     form, hidden = Form(*args[7:]), b.shape[1]
     stack, gram = exact.to(b.dtype), exact[-padded_rank(form) :, hidden:]
-    width = width_of(stack, form)
+    width = width_of(stack.shape[0], form)
     q = quadratic(u[:, : form.rank], v[:, : form.rank], form.eps)
     gate = upcast(gate).unsqueeze(-1) if gate.dim() else upcast(gate)
     host = F.linear(b, stack[:width, :hidden])

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oqc.ops.layout import GATE_PARTS
+from oqc.ops.layout import GATE_PARTS, aligned
 from oqc.ops.triton_sums import column_sums
 
 HIDDEN, RANK, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -534,7 +534,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Writes du, dv and a token's dgate. Returns [(1 + kappa) dy | dt | w], the gradient of |b|^2 (full only), and
     GATE_PARTS numbers that add up to that of the gate."""
-    (tokens, width), padded = dy.shape, rank + -rank % 8
+    (tokens, width), padded = dy.shape, aligned(rank)
     hidden, half = stack.shape[1] - padded, dy.dtype != torch.float32
     block_t, block_r = 64 if half else 32, _block_r(padded)
     blocks = triton.cdiv(tokens, block_t)

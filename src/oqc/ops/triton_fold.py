@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oqc.ops.layout import aligned
+
 BLOCK = 16  # rows of S a forward program has, and columns of W a backward program has
 BLOCK_C = 256  # columns of S that a forward program copies
 
@@ -158,7 +160,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """S in fp32 and in `dtype`."""
     (layers, width, hidden), rank = weight.shape, lift.shape[2]
-    padded = rank + -rank % 8
+    padded = aligned(rank)
     rows = width + (1 if space == "none" else 2) * padded
     exact, stack = (weight.new_empty(layers, rows, hidden + padded, dtype=kind) for kind in (torch.float32, dtype))
     copied = triton.cdiv(rows, BLOCK) * triton.cdiv(hidden, BLOCK_C)

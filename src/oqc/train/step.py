@@ -10,9 +10,11 @@ kernel return early and take its step count back, and the moving average keeps i
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import itertools
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -216,6 +218,15 @@ def compile_blocks(model: nn.Module, *, deterministic: bool) -> None:
     options = {"deterministic": True} if deterministic else None
     for module in _blocks(model):
         module.compile(dynamic=False, options=options)
+
+
+@contextlib.contextmanager
+def room_for_compiled_models() -> Iterator[None]:
+    """Lets PyTorch keep the compiled blocks of more than eight different models; it would run the ninth uncompiled."""
+    import torch._dynamo.config as dynamo
+
+    with dynamo.patch(recompile_limit=dynamo.accumulated_recompile_limit):  # type: ignore[attr-defined]
+        yield
 
 
 def resolve_mode(mode: str, device: torch.device, world: int) -> tuple[str, str | None]:
