@@ -16,6 +16,7 @@ from oqc.experiments.running import train_jobs
 from oqc.experiments.suites import run_of
 from oqc.models import counting
 from oqc.report.records import FIELDS
+from oqc.train.step import room_for_compiled_models
 from oqc.train.stopping import StopRequest
 
 CPU = torch.device("cpu")
@@ -115,7 +116,7 @@ def test_more_models_than_pytorch_keeps_compiled():
     import torch._dynamo.config as dynamo
 
     before = dynamo.recompile_limit
-    with running._room_for_compiled_models():
+    with room_for_compiled_models():
         assert dynamo.recompile_limit >= 64
     assert dynamo.recompile_limit == before
 
