@@ -91,6 +91,7 @@ def test_side_by_side_where_that_is_faster(in_processes, alone, monkeypatch):
     monkeypatch.setattr(running, "GAIN", 0.0)  # whatever is measured is a gain
     found = in_turn(JOBS[:2])
     assert [record.pop("at_once") for record in found.values()] == [2, 2]
+    assert all(record.pop("images_per_s_alone") > 0 for record in found.values())
     for one, record in found.items():
         expected = without_times(in_processes[one.preset])
         assert without_times(record) == {k: v for k, v in expected.items() if k != "at_once"}

@@ -17,7 +17,7 @@ from oqc.ops import plain, triton_fold
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("space", ["rank", "hidden", "none"])
-@pytest.mark.parametrize(("width", "hidden", "rank"), [(5, 16, 3), (33, 70, 17), (16, 33, 8)])
+@pytest.mark.parametrize(("width", "hidden", "rank"), [(5, 16, 3), (33, 70, 17), (16, 33, 8), (70, 140, 67)])
 def test_fold(width: int, hidden: int, rank: int, space: str, layers: int, guards: Guards) -> None:
     shapes = ((width, hidden), (hidden, rank), (rank, hidden))
     weight, lift, project = (torch.randn(layers, *shape, device=DEVICE) for shape in shapes)

@@ -14,7 +14,9 @@ from oqc.config import Data, Run
 from oqc.data import Dataset, load
 from oqc.models import create_model
 from oqc.report import Record
-from oqc.train import Progress, Summary, Trainer
+from oqc.train import Progress, Summary, Trainer, replay_rate
+
+ALONE = 60  # steps of a measurement
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,14 @@ class Built:
         model = create_model(run.model, seed=run.train.seed, backend=run.train.backend)
         self.trainer = Trainer(model, self.data, run, device=device, progress=progress)
         self.seconds = time.perf_counter() - began
+        self.alone: float | None = None  # images/s
+
+    def measure_alone(self) -> None:
+        """The throughput of bare steps, before the run shares its device with others."""
+        self.trainer.prepare()  # its summary has the time
+        began = time.perf_counter()
+        self.alone = replay_rate([self.trainer], ALONE)
+        self.seconds += time.perf_counter() - began
 
     def record(self, summary: Summary, *, at_once: int = 1) -> Record:
         """What is kept of a finished run; the environment comes later, it is the same for all."""
@@ -69,7 +79,7 @@ class Built:
             "seconds": summary.seconds,
             "setup_seconds": seconds,
             "at_once": at_once,
-        }
+        } | ({} if self.alone is None else {"images_per_s_alone": self.alone})
 
     def _mechanism(self) -> dict[str, float | None]:
         trainer = self.trainer

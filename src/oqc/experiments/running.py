@@ -73,6 +73,9 @@ def _in_turn(
         at_once = _faster_together(group[0], len(todo)) if group else 1
         while group:
             group += [build(job) for job in itertools.islice(jobs, at_once - len(group))]
+            if len(group) > 1:
+                for one in group:
+                    one.measure_alone()
             if stop.signal is not None:  # came while these were built
                 return
             done = _train(group, build)

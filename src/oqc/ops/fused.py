@@ -8,6 +8,7 @@ With C = 2 H + 2 padded R (+ 16 for a gate per token), T tokens and S = [W M; P 
     y    [T, D] = [b | z] [W M]^T            full OQC: another kernel, since W b is scaled
 
     [dy' | dt | w], du, dv, dgate = complement's kernel;   db = [dy' | dt] S,   dS, dbias = [dy' | dt | w]^T [b | z | 1]
+    (full OQC: dy' = (1 + kappa) dy, and z and the 1 are kept divided by that factor)
     da, dc and the depthwise gradients = spatial kernel;   dx = dproj [A; B; U; V; gate]
 
 Ranks are padded with zeros to a multiple of 8, so that every row of these buffers is aligned. The functions here take

@@ -9,7 +9,7 @@ from torch import Tensor
 
 GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
 GATE_PARTS = 4  # numbers that add up to the gradient of a gate
-LAYOUT = 1  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
+LAYOUT = 2  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
 
 
 class Form(NamedTuple):
@@ -84,6 +84,6 @@ def both_columns(stack: Tensor, form: Form) -> int:
     return stack.shape[1] if form.space == "host" else stack.shape[1] + 1 + -(stack.shape[1] + 1) % 32
 
 
-def z_columns(form: Form) -> int:
-    """Of [z | 1]."""
-    return padded_rank(form) + 8
+def z_columns(stack: Tensor, form: Form) -> int:
+    """Of [z | 1], which ends as [b | z | 1] does."""
+    return both_columns(stack, form) - stack.shape[1] + padded_rank(form)

@@ -162,8 +162,6 @@ def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
                 out[:, : form.rank] += extra
                 total[: form.rank] += extra.sum(0)
         dstack = dy.T @ both if form.space == "host" else _over_tokens(stacked, both)
-        if form.space == "hidden":  # its M and bias see dy, not (1 + kappa) dy
-            dstack[: dy.shape[1], hidden:] = _over_tokens(dy, both[:, hidden:])
         return dproj @ weight_in, dproj.T @ x, flat, dstack, ends
 
 
@@ -180,7 +178,7 @@ def complement(*args: Any) -> tuple[Tensor, ...]:
         width = width_of(stack.shape[0], form)
         rows = width + (padded_rank(form) if form.space == "rank" else 0)  # W b, and t beside it
         host = b @ stack[:rows, :hidden].T
-        z = b.new_empty(b.shape[0], z_columns(form))
+        z = b.new_empty(b.shape[0], z_columns(stack, form))
         saved = triton_complement.coefficients(
             *(b, u, v, gate, stack, gram_of(exact, form)), **_kind(form), save=form.save, out=z, t=host[:, width:]
         )
@@ -193,7 +191,7 @@ def complement(*args: Any) -> tuple[Tensor, ...]:
 @_operator("complement_backward", f"Tensor dy, {_COMPLEMENT}, Tensor z, {_SAVED}, {_FORM}", 6)
 def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
     """The gradients of b, u, v, gate (a token's), of S with the bias's as one more column, and parts of the gate's."""
-    dy, b, u, v, gate, stack, _, _, z, *saved, host = args[:15]
+    dy, b, u, v, gate, stack, exact, _, z, *saved, host = args[:15]
     form, hidden = Form(*args[15:]), b.shape[1]
     if not on_kernels(b):
         db, du, dv, dgate, _, dstack, dbias = plain.gradients(plain.complement, dy, args[1:8], form)
@@ -215,9 +213,9 @@ def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
         db = stacked[:, :rows] @ stack[:rows, :hidden]
         if dpower is not None:
             db.addcmul_(b, (2 * dpower[:, None]).to(b.dtype))
-        dstack = torch.cat([_over_tokens(stacked, b), _over_tokens(stacked, z)], 1)
-        if form.space == "hidden":  # its M and bias see dy, not (1 + kappa) dy
-            dstack[: dy.shape[1], hidden:] = _over_tokens(dy, z)
+        dstack = dstack_shape(exact, hidden + z.shape[1])
+        _over_tokens(stacked, b, out=dstack[:, :hidden])
+        _over_tokens(stacked, z, out=dstack[:, hidden:])
     return db, du, dv, dgate, dstack, ends
 
 
@@ -269,14 +267,14 @@ def _complement_shapes(*args: Any) -> tuple[Tensor, ...]:
     y = b.new_zeros(b.shape[0], width_of(stack.shape[0], form))
     if not form.save:
         return y, *_empty(b, 7)
-    return y, b.new_zeros(b.shape[0], z_columns(form)), *saved_shapes(b, y, form)
+    return y, b.new_zeros(b.shape[0], z_columns(stack, form)), *saved_shapes(b, y, form)
 
 
 @_complement_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    b, exact, form = args[1], args[6], Form(*args[15:])
+    b, stack, exact, form = args[1], args[5], args[6], Form(*args[15:])
     gradients = (torch.empty_like(item) for item in args[1:5])
-    dstack = dstack_shape(exact, b.shape[1] + z_columns(form)) if on_kernels(b) else dstack_shape(exact)
+    dstack = dstack_shape(exact, both_columns(stack, form) if on_kernels(b) else None)
     return *gradients, dstack, _like_sums(b, GATE_PARTS)
 
 
@@ -377,11 +375,12 @@ def _like(given: Tensor | None, x: Tensor) -> Tensor:
     return x.new_empty(0) if given is None else torch.empty_like(given)
 
 
-def _over_tokens(a: Tensor, b: Tensor) -> Tensor:
+def _over_tokens(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a^T b in fp32. In half precision cuBLAS may add up parts of so long a sum in that precision."""
     if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a.T, b, torch.float32)
-    return (a.T @ b).float()
+        return torch.mm(a.T, b, torch.float32) if out is None else torch.mm(a.T, b, torch.float32, out=out)
+    found = (a.T @ b).float()
+    return found if out is None else out.copy_(found)
 
 
 def _like_sums(x: Tensor, count: int) -> Tensor:

@@ -8,8 +8,8 @@ With S = [W M; P 0; 0 G], M = W O and G = O^T O (`triton_fold`; full OQC: O^T fo
     gradients      dz = dy M, then [(1 + kappa) dy | dt | w], du, dv and the gate's, with q recomputed from u and v
 
 One GEMM of the last buffer's first columns against S yields db, and one of all of it against [b | z | 1] the gradients
-of S and of the bias. That of G is a sum over tokens of e p p^T, p being what is left of q and z a multiple of it: w is
-the other factor.
+of S and of the bias; for full OQC z and the 1 are kept divided by 1 + kappa, since dM and dbias are sums over dy. The
+gradient of G is a sum over tokens of e p p^T, p being what is left of q and z a multiple of it: w is the other factor.
 
 A program takes a block of tokens and all of the rank, padded to a power of two and masked, and is fp32 inside. The
 gradients take two kernels, so that neither holds many tiles of that size at once. The gate's is per-program partials
@@ -36,6 +36,8 @@ SCALAR, TOKEN, LOGIT, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 SPACES = {"hidden": 0, "rank": 1, "none": 2}
 GATES = {"scalar": 0, "token": 1, "logit": 2, "beta": 3}
+# So far from 0 that what is divided by it stays finite, so near that rounding does not tell it from 0.
+LEAST_KEEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-24, torch.float16: 2.0**-12}
 
 
 @triton.jit
@@ -136,15 +138,16 @@ def _coefficients(
     gate,
     stack,  # S [D + 2 padded R, H + padded R]; full only
     gram,  # G [padded R, padded R] fp32, row stride gram_row
-    z,  # [T, z_columns], row stride z_row: padded R of z, a one, zeros
+    z,  # [T, z_columns], row stride z_row: padded R of z, a one, zeros; full: z and the one divided by keep
     given,  # P b [T, padded R], row stride given_row; not for full
-    t,  # the same, contiguous, or O^T b: written where SAVE
+    t,  # the same, contiguous, or O^T b: written where SAVE_T
     gp,  # G p [T, padded R], p what is left of q, where SAVE and NORMALISE
     energy,  # p^T G p = |O p|^2 [T] fp32, likewise
     power,  # |b|^2 [T] fp32, full only
     keep,  # 1 + kappa [T] fp32, full only
     tokens,
     eps,
+    least,  # |keep| is at least this
     hidden: tl.constexpr,
     rank: tl.constexpr,
     padded: tl.constexpr,
@@ -162,6 +165,7 @@ def _coefficients(
     NORMALISE: tl.constexpr,
     GATE: tl.constexpr,
     SAVE: tl.constexpr,
+    SAVE_T: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -184,33 +188,38 @@ def _coefficients(
             o_k = _load_rows(stack + width * (hidden + padded), r, r < padded, hidden + padded, k, hidden)
             main = _dot(b_k, tl.trans(o_k), main, PRECISION)
             size += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
-    if SAVE and SPACE != NONE:
+    if SAVE_T:
         tl.store(t + first * padded + at, main.to(t.dtype.element_ty), mask=wide)
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
     q, _ = _rms_norm(u_r * v_r, rank, eps)
     scale = _load_gate(gate, first, row, live, gate_row, GATE)
+    one = tl.full([BLOCK_T], 1.0, tl.float32)
     if SPACE == RANK:
         _m, _ms, _mm, _share, q, _ps = _against_main(q, main, rank, eps)
     if NORMALISE:
-        gq = tl.dot(q, _load_rows(gram, r, r < padded, gram_row, r, padded), input_precision=PRECISION)
+        g = tl.trans(_load_rows(gram, r, r < padded, gram_row, r, padded))  # the same, but as tensor cores take it
+        gq = tl.dot(q, g, input_precision=PRECISION)
         e = tl.maximum(tl.sum(gq * q, 1), 0.0)
         if SAVE:
             tl.store(gp + first * padded + at, gq.to(gp.dtype.element_ty), mask=wide)
             tl.store(energy + first + row, e, mask=live)
         if SPACE == HIDDEN:
             scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(q, main, size, e, hidden, eps)
-            tl.store(keep + first + row, 1.0 - scale * c * scale_b * scale_r, mask=live)
+            kept = 1.0 - scale * c * scale_b * scale_r
+            kept = tl.where(kept < 0.0, tl.minimum(kept, -least), tl.maximum(kept, least))
+            one = 1.0 / kept
+            tl.store(keep + first + row, kept, mask=live)
             tl.store(power + first + row, size, mask=live)
-            scale = scale * scale_a * scale_r
+            scale = scale * scale_a * scale_r * one
         else:
             scale = scale * tl.rsqrt(e / hidden + eps)
     z_r = (scale[:, None] * q).to(z.dtype.element_ty)
     out = z + first * z_row + row[:, None] * z_row
     tl.store(out + r[None, :], z_r, mask=wide)
     rest = padded + tl.arange(0, 32)[None, :] + tl.zeros_like(row)[:, None]
-    one = tl.where(rest == padded, 1.0, 0.0).to(z.dtype.element_ty)
-    tl.store(out + rest, one, mask=live[:, None] & (rest < z_columns))
+    ones = tl.where(rest == padded, one[:, None], 0.0).to(z.dtype.element_ty)
+    tl.store(out + rest, ones, mask=live[:, None] & (rest < z_columns))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -240,11 +249,11 @@ def _combination(
     r = tl.arange(0, BLOCK_R)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     value = _load_rows(host + first * host_row, row, live, host_row, d, width).to(tl.float32)
-    if KEEP:
-        value = tl.load(keep + first + row, mask=live, other=0.0)[:, None] * value
     z_r = _load_rows(z + first * z_row, row, live, z_row, r, padded)
     m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
     value = _dot(z_r, tl.trans(m_d), value, PRECISION)
+    if KEEP:
+        value = tl.load(keep + first + row, mask=live, other=0.0)[:, None] * value
     if HAS_BIAS:
         value += tl.load(bias + d, mask=d < width, other=0.0).to(tl.float32)[None, :]
     at = y + first * width + row[:, None] * width + d[None, :]
@@ -307,6 +316,7 @@ def _gradients(
     gp,
     energy,
     power,
+    keep,  # [T] fp32, full only
     du,  # [T, columns]
     dv,
     dpower,  # [T] fp32, full only
@@ -375,6 +385,8 @@ def _gradients(
     if NORMALISE:  # denergy lacks the gate's factor: z has it
         gp_r = _load_rows(gp + first * padded, row, live, padded, r, padded).to(tl.float32)
         dp += (2.0 * g * denergy)[:, None] * gp_r
+        if SPACE == HIDDEN:  # z is kept divided by it
+            denergy *= tl.load(keep + first + row, mask=live, other=1.0)
         w = (denergy / scale)[:, None] * p
     else:
         w = tl.zeros_like(p)
@@ -409,7 +421,7 @@ class Saved(NamedTuple):
     keep: Tensor  # 1 + kappa [T] fp32, full only
 
     @classmethod
-    def of(cls, b: Tensor, padded: int, space: str, normalise: bool, save: bool) -> Saved:
+    def of(cls, b: Tensor, padded: int, space: str, normalise: bool, save: bool, t: Tensor | None) -> Saved:
         def wide(wanted: bool) -> Tensor:
             return b.new_empty(b.shape[0] if wanted else 0, padded)
 
@@ -417,7 +429,8 @@ class Saved(NamedTuple):
             return b.new_empty(b.shape[0] if wanted else 0, dtype=torch.float32)
 
         full, again = space == "hidden", save and normalise
-        return cls(wide(save and space != "none"), wide(again), numbers(again), numbers(full), numbers(full))
+        t = wide(save and space != "none") if t is None else t
+        return cls(t, wide(again), numbers(again), numbers(full), numbers(full))
 
 
 def coefficients(
@@ -434,18 +447,17 @@ def coefficients(
     gate_kind: str,
     eps: float,
     save: bool,
-    out: Tensor,  # [z | 1 | 0 ...]: [T, 1 to 32 columns more than padded R], any row stride
+    out: Tensor,  # [z | 1 | 0 ...], full: divided by 1 + kappa; [T, 1 to 32 columns more than padded R], any row stride
     t: Tensor | None = None,  # P b, where it is there already; any row stride
 ) -> Saved:
     """Writes z. Returns what the gradients need; without `save` only some of it is there."""
     (tokens, hidden), padded = b.shape, gram.shape[0]
     half = b.dtype != torch.float32
-    block_r = _block_r(padded)
-    block_t = 64 if half and space == "hidden" and block_r <= 64 else 32
-    given = b
-    if space == "rank":
-        given = b @ stack[-2 * padded : -padded, :hidden].T if t is None else t
-    saved = Saved.of(b, padded, space, normalise, save)
+    block_r, block_t = _block_r(padded), 64 if half else 32
+    given, own = b if t is None else t, None
+    if space == "rank" and t is None:
+        given = own = b @ stack[-2 * padded : -padded, :hidden].T
+    saved = Saved.of(b, padded, space, normalise, save, own)
     _coefficients[(triton.cdiv(tokens, block_t),)](
         b,
         u,
@@ -458,6 +470,7 @@ def coefficients(
         *saved,
         tokens,
         eps,
+        LEAST_KEEP[b.dtype],
         hidden,
         rank,
         padded,
@@ -475,21 +488,22 @@ def coefficients(
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
         SAVE=save,
+        SAVE_T=save and space != "none" and own is None,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
         BLOCK_K=64 if half else 32,
-        num_warps=4,
+        num_warps=4 if not half or (space == "hidden" and block_r <= 64) else 8,
         num_stages=3 if half else 2,
     )
     return saved
 
 
 def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, keep: Tensor, out: Tensor) -> Tensor:
-    """keep W b + M z + bias, with keep 1 where it is empty; `out` may be `host`."""
+    """keep (W b + M z) + bias, with keep 1 where it is empty; `out` may be `host`."""
     (tokens, width), padded = host.shape, z.shape[1]
     half = host.dtype != torch.float32
-    block_t, block_d = (64, 64) if half else (32, 32)
+    block_t, block_d = (64, 128) if half else (32, 32)
     _combination[(triton.cdiv(tokens, block_t), triton.cdiv(width, block_d))](
         host,
         z,
@@ -509,7 +523,7 @@ def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, kee
         BLOCK_T=block_t,
         BLOCK_R=_block_r(padded),
         BLOCK_D=block_d,
-        num_warps=4,
+        num_warps=8 if half else 4,
     )
     return out
 
@@ -536,14 +550,14 @@ def gradients(
     GATE_PARTS numbers that add up to that of the gate."""
     (tokens, width), padded = dy.shape, aligned(rank)
     hidden, half = stack.shape[1] - padded, dy.dtype != torch.float32
-    block_t, block_r = 64 if half else 32, _block_r(padded)
-    blocks = triton.cdiv(tokens, block_t)
+    block_r = _block_r(padded)
+    block_t, small_t = 128 if half else 32, 16 if block_r <= 64 else 8
     used = width + padded * (1 if space == "none" else 2)
     stacked = dy.new_empty(tokens, used + -used % 64)
     dpower = dy.new_empty(tokens, dtype=torch.float32) if space == "hidden" else None
     dkappa = torch.empty_like(saved.keep)
-    part = dy.new_empty(blocks, GATE_PARTS, dtype=torch.float32)
-    _gradient_of_z[(blocks,)](
+    part = dy.new_empty(triton.cdiv(tokens, small_t * GATE_PARTS), GATE_PARTS, dtype=torch.float32)
+    _gradient_of_z[(triton.cdiv(tokens, block_t),)](
         dy,
         host,
         saved.keep,
@@ -561,16 +575,16 @@ def gradients(
         BLOCK_T=block_t,
         BLOCK_R=block_r,
         BLOCK_D=64 if half else 32,
-        num_warps=4,
+        num_warps=8 if half else 4,
         num_stages=3 if half else 2,
     )
-    _gradients[(blocks * GATE_PARTS,)](
+    _gradients[(part.numel(),)](
         stacked,
         dkappa,
         u,
         v,
         gate,
-        *saved[:-1],
+        *saved,
         du,
         dv,
         dkappa if dpower is None else dpower,
@@ -594,9 +608,9 @@ def gradients(
         SPACE=SPACES[space],
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
-        BLOCK_T=block_t // GATE_PARTS,
+        BLOCK_T=small_t,
         BLOCK_R=block_r,
-        num_warps=8 if block_r > 64 else 4,
+        num_warps=4,
     )
     return stacked, dpower, column_sums(part)
 

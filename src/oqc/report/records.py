@@ -103,9 +103,9 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     return [_row(preset, group) for preset, group in by_preset.items()]
 
 
-def ran_alone(record: Record) -> bool:
-    """Whether the run had its device to itself, so that its throughput is the model's own."""
-    return record.get("at_once", 1) == 1
+def speed_of(record: Record) -> float | None:
+    """The model's own training throughput: the run's or, where it shared its device, as measured alone before it."""
+    return record["images_per_s"] if record.get("at_once", 1) == 1 else record.get("images_per_s_alone")
 
 
 def _row(preset: str, group: Sequence[Record]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _row(preset: str, group: Sequence[Record]) -> dict[str, Any]:
         values = [record["mechanism"].get(name) for record in group]
         return None if None in values else statistics.fmean(values)
 
-    speeds = [record["images_per_s"] for record in group if ran_alone(record)]
+    speeds = [speed for speed in map(speed_of, group) if speed is not None]
     seconds = [record["seconds"] for record in group if "seconds" in record]
     return {
         "preset": preset,
