@@ -36,6 +36,9 @@ SCALAR, TOKEN, LOGIT, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 SPACES = {"hidden": 0, "rank": 1, "none": 2}
 GATES = {"scalar": 0, "token": 1, "logit": 2, "beta": 3}
+# Triton 3.6 overlaps the iterations of a loop wrongly where a tile is both an operand of Hopper's asynchronous products
+# and read by threads (stored, squared): the next tile may overwrite it too early. So such loops are not pipelined.
+UNPIPELINED = 1
 # So far from 0 that what is divided by it stays finite, so near that rounding does not tell it from 0.
 LEAST_KEEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-24, torch.float16: 2.0**-12}
 
@@ -492,9 +495,9 @@ def coefficients(
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
-        BLOCK_K=64 if half else 32,
+        BLOCK_K=(128 if block_r <= 64 else 64) if half else 32,
         num_warps=4 if not half or (space == "hidden" and block_r <= 64) else 8,
-        num_stages=3 if half else 2,
+        num_stages=UNPIPELINED,
     )
     return saved
 
@@ -551,7 +554,7 @@ def gradients(
     (tokens, width), padded = dy.shape, aligned(rank)
     hidden, half = stack.shape[1] - padded, dy.dtype != torch.float32
     block_r = _block_r(padded)
-    block_t, small_t = 128 if half else 32, 16 if block_r <= 64 else 8
+    block_t, small_t = 64 if half else 32, 16 if block_r <= 64 else 8
     used = width + padded * (1 if space == "none" else 2)
     stacked = dy.new_empty(tokens, used + -used % 64)
     dpower = dy.new_empty(tokens, dtype=torch.float32) if space == "hidden" else None
@@ -574,9 +577,9 @@ def gradients(
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
-        BLOCK_D=64 if half else 32,
-        num_warps=8 if half else 4,
-        num_stages=3 if half else 2,
+        BLOCK_D=(128 if space == "hidden" else 64) if half else 32,
+        num_warps=4,
+        num_stages=UNPIPELINED,
     )
     _gradients[(part.numel(),)](
         stacked,

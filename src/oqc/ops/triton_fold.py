@@ -193,7 +193,7 @@ def backward(
         dproject,
         **_constants(weight, lift, dstack.shape[2] - weight.shape[2], space, dtype),
         BLOCK_K=64,
-        num_stages=2,
+        num_stages=1,  # dm is an operand of two products: see triton_complement.UNPIPELINED
     )
     return dweight, dlift, dproject
 
