@@ -214,3 +214,32 @@ def _fsdp_worker(rank, world, port):
 
 def test_fsdp2_trains_like_one_process():
     mp.spawn(_fsdp_worker, (2, _free_port()), nprocs=2)
+
+
+@pytest.mark.parametrize("host", ["timm", "swiglu"])
+def test_compiled_training_reads_the_input_once(host):
+    """Beside the kernels one product makes the host's maps, u and v; elsewhere each layer has its own."""
+    torch.manual_seed(0)
+    if host == "timm":
+        module = timm.layers.Mlp(16, 32)
+        inject(module, "lowrank", rank=8, init="paper", backend="triton", seed=0)
+    else:
+        module = oqc.OQCFFN(16, 32, host=host, complement="lowrank", rank=8, backend="triton")
+    x = torch.randn(2, 9, 16, requires_grad=True)
+    products = []
+
+    def count(graph, inputs):
+        products.append(sum(node.target is torch._C._nn.linear for node in graph.graph.nodes))
+        return graph
+
+    parameters = [x, *module.parameters()]
+    expected = module(x)
+    wanted = torch.autograd.grad(expected.square().sum(), parameters)
+    compiled = torch.compile(module, fullgraph=True, backend=count)
+    y = compiled(x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(torch.autograd.grad(y.square().sum(), parameters), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-6)
+    assert products == [1, 3 if host == "timm" else 4]

@@ -48,13 +48,14 @@ SMALL = [
     Case(20, 16, 4, 4, shared=True),
     Case(20, 24, 8, 9, gate="one"),
     Case(16, 40, 1, 8, complement=False),
+    Case(264, 24, 5, 2),
 ]
 LARGE = [
     Case(256, 664, 56, 8),
     Case(256, 664, 64, 8, space="hidden"),
     Case(256, 664, 83, 8, gate="token"),
     Case(256, 664, 56, 8, complement=False),
-    Case(192, 328, 48, 14),
+    Case(320, 328, 48, 14),
     Case(384, 200, 33, 7, space="hidden"),
     Case(100, 83, 128, 8, space="none", gate="token", bias=False),
     Case(64, 72, 33, 5, normalise=False),

@@ -35,9 +35,11 @@ class Injected(nn.Module):
     complement: Complement
 
     def forward(self, x: Tensor) -> Tensor:
-        layout = self.oqc_layout
-        x, maps, b = layout.hidden(self, x)
-        return layout.leave(self, self.complement(x, maps, b, layout.project(self), self.oqc_backend))
+        layout, branch, backend = self.oqc_layout, self.complement, self.oqc_backend
+        x = layout.enter(self, x)
+        outputs, branches = branch.beside(x, layout.up(self), backend)
+        maps, b = layout.hidden(self, outputs)
+        return layout.leave(self, branch(x, maps, b, layout.project(self), backend, branches))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copies and pickles by the original class, since the subclass has no name to import it by."""

@@ -45,19 +45,24 @@ class Layout:
     between: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
 
-    def hidden(self, module: nn.Module, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        """What the maps read, their outputs, and b."""
-        parts = module._modules
+    def enter(self, module: nn.Module, x: Tensor) -> Tensor:
+        """What the maps read."""
         for name in self.before:
-            x = parts[name](x)  # type: ignore[misc]
-        maps: tuple[Tensor, ...] = tuple([parts[name](x) for name in self.maps])  # type: ignore[misc]
+            x = module._modules[name](x)  # type: ignore[misc]
+        return x
+
+    def up(self, module: nn.Module) -> list[nn.Module]:
+        return [module._modules[name] for name in self.maps]  # type: ignore[misc]
+
+    def hidden(self, module: nn.Module, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """From what `up` gives: the maps, a packed one in its two halves, and b."""
+        parts = module._modules
         act = parts[self.act] if self.act in parts else FUNCTIONS[self.act]
         assert act is not None
         if self.mix == "plain":
-            return x, maps, act(maps[0])
-        if len(maps) == 1:
-            maps = maps[0].chunk(2, dim=-1)
-        return x, maps, act(maps[0]) * maps[1] if self.mix == "gate_first" else maps[0] * act(maps[1])
+            return outputs, act(outputs[0])
+        maps = outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs
+        return maps, act(maps[0]) * maps[1] if self.mix == "gate_first" else maps[0] * act(maps[1])
 
     def project(self, module: nn.Module) -> Map:
         """The map from h on: the output projection itself, where nothing acts between h and it right now."""
@@ -204,7 +209,8 @@ def _agrees(probe: nn.Module, layout: Layout) -> bool:
                 torch.default_generator.manual_seed(0)
                 want = probe(x)
                 torch.default_generator.manual_seed(0)
-                _, _, b = layout.hidden(probe, x)
+                given = layout.enter(probe, x)
+                _, b = layout.hidden(probe, tuple([up(given) for up in layout.up(probe)]))
                 got = layout.leave(probe, layout.project(probe)(b))
             except (TypeError, RuntimeError, ValueError, AttributeError):  # a forward of another kind
                 return False

@@ -8,12 +8,12 @@ before the gate: h = b + alpha * gate * delta is then b, and alpha has a gradien
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from oqc import ops
 from oqc.config import COMPLEMENTS, check_choice
@@ -107,9 +107,20 @@ class Complement(nn.Module):
         if self.alpha is not None:
             nn.init.zeros_(self.alpha)
 
-    def forward(self, x: Tensor, maps: tuple[Tensor, ...], b: Tensor, out: Map, backend: str = "auto") -> Tensor:
-        """out(b + gate * delta), for the host's input x, its maps of x, its hidden map b and its output projection."""
-        kind, (u, v), gate = self.kind, self.branches(x, maps), self.gate(x)
+    def forward(
+        self,
+        x: Tensor,
+        maps: tuple[Tensor, ...],
+        b: Tensor,
+        out: Map,
+        backend: str = "auto",
+        branches: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """out(b + gate * delta), for the host's input x, its maps of x, its hidden map b and its output projection.
+
+        `branches` are u(x) and v(x), where `beside` gave them.
+        """
+        kind, (u, v), gate = self.kind, branches or self.branches(x, maps), self.gate(x)
         if self.merged is not None and isinstance(out, nn.Linear):
             return ops.rankspace.output(
                 b,
@@ -150,10 +161,17 @@ class Complement(nn.Module):
         """u(x) and v(x), Eq. 2; shared: the first R channels of the host's two maps (of its one map, twice)."""
         if self.kind.shared:
             return maps[0][..., : self.rank], maps[-1][..., : self.rank]
-        if not ops.is_plain(self.u, self.v):
-            return self.u(x), self.v(x)
-        u, v = F.linear(x, torch.cat([self.u.weight, self.v.weight])).split(self.rank, dim=-1)  # reads x once
-        return u, v
+        return self.u(x), self.v(x)
+
+    def beside(
+        self, x: Tensor, layers: Sequence[nn.Module], backend: str
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
+        """What the host's layers make of x and, where one product gives them too, u(x) and v(x)."""
+        if torch.compiler.is_compiling() and not self.kind.shared:
+            found = ops.in_one_product(x, [*layers, self.u, self.v], backend)
+            if found is not None:
+                return found[:-2], (found[-2], found[-1])
+        return tuple([layer(x) for layer in layers]), None
 
     def gate(self, x: Tensor) -> Tensor:
         """The mixing coefficient in (0, 1), times alpha if there is one: [] for a scalar, [..., 1] for one a token."""

@@ -100,13 +100,13 @@ class OQCFFN(nn.Module):
     def forward(self, x: Tensor, folded: ops.fused.Folded | None = None) -> Tensor:
         """`folded` is this layer's share of `fold_together`, where a model does that for all its layers at once."""
         if folded is not None or self._is_one_operator(x):
-            return self._leave(self._fused(x.permute(0, 2, 3, 1) if self.use_conv else x, folded))
-        x, maps, b = self._hidden(x)
-        host, complement = self.host, self.complement
+            return self._leave(self._fused(self._enter(x), folded))
+        x, host, complement = self._enter(x), self.host, self.complement
         if complement is None:
-            return self._leave(host.project(b))
-        y = complement(x, maps, b, host.project if host.between() else host.fc2, self.backend)
-        return self._leave(y)
+            return self._leave(host.project(host.mix(*host.maps(x))))
+        maps, branches = complement.beside(x, host.up(), self.backend)
+        out = host.project if host.between() else host.fc2
+        return self._leave(complement(x, maps, host.mix(*maps), out, self.backend, branches))
 
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The output by the literal equations, with b, q, m, q_perp, delta, gate and h by name."""
@@ -171,10 +171,12 @@ class OQCFFN(nn.Module):
 
     def _hidden(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         """x with channels last, the host's maps of it, and b [..., H]."""
-        if self.use_conv:
-            x = x.permute(0, 2, 3, 1)  # [B, h, w, D]
+        x = self._enter(x)
         maps = self.host.maps(x)
         return x, maps, self.host.mix(*maps)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1) if self.use_conv else x  # [B, h, w, D]
 
     def _leave(self, y: Tensor) -> Tensor:
         y = self.host.drop2(y)

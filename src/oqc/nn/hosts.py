@@ -32,8 +32,12 @@ class Host(nn.Module):
         self.fc2 = nn.Linear(hidden, out, bias=bias, **kwargs)
         self.drop2 = nn.Dropout(drop)
 
-    def maps(self, x: Tensor) -> tuple[Tensor, ...]:
+    def up(self) -> tuple[nn.Module, ...]:
+        """The layers that read the input."""
         raise NotImplementedError
+
+    def maps(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple([layer(x) for layer in self.up()])
 
     def mix(self, *maps: Tensor) -> Tensor:
         raise NotImplementedError
@@ -61,8 +65,8 @@ class MLP(Host):
     def parameters_of(width: int, hidden: int, out: int, bias: bool = True, groups: int = 1) -> int:
         return width * hidden + hidden * out + bias * (hidden + out)
 
-    def maps(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (self.fc1(x),)
+    def up(self) -> tuple[nn.Module, ...]:
+        return (self.fc1,)
 
     def mix(self, *maps: Tensor) -> Tensor:
         return self.act(maps[0])
@@ -81,8 +85,8 @@ class GLU(Host):
     def parameters_of(width: int, hidden: int, out: int, bias: bool = True, groups: int = 1) -> int:
         return 2 * width * hidden + hidden * out + bias * (2 * hidden + out)
 
-    def maps(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.fc1_g(x), self.fc1_x(x)
+    def up(self) -> tuple[nn.Module, ...]:
+        return self.fc1_g, self.fc1_x
 
     def mix(self, *maps: Tensor) -> Tensor:
         return self.act(maps[0]) * maps[1]
@@ -131,8 +135,8 @@ class AFBO(Host):
         channel = 2 * width * hidden // (1 if groups == 1 else groups // 2)
         return channel + 18 * hidden + hidden * out + bias * (4 * hidden + out)
 
-    def maps(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.map_a(x), self.map_b(x)
+    def up(self) -> tuple[nn.Module, ...]:
+        return self.map_a, self.map_b
 
     def mix(self, *maps: Tensor) -> Tensor:
         a, b = maps

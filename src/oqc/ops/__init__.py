@@ -8,10 +8,12 @@ backend reads the same parameters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from oqc.config import BACKENDS, check_choice
 from oqc.ops import fused, operators, rankspace, reference
@@ -25,6 +27,7 @@ __all__ = [
     "attention_in_use",
     "ffn_output",
     "fused",
+    "in_one_product",
     "is_plain",
     "rankspace",
     "reference",
@@ -39,12 +42,36 @@ def is_plain(*modules: object) -> bool:
     LoRA layers are other classes, and so are parametrized and most quantised ones; for those the identity does not
     hold. Quantisation that keeps the class and changes the weight's type is not recognised.
     """
-    return all(m is None or (type(m) in (nn.Linear, nn.Conv2d) and not _has_hooks(m)) for m in modules)
+    for module in modules:
+        if module is not None and (type(module) not in (nn.Linear, nn.Conv2d) or _has_hooks(module)):
+            return False
+    return True
+
+
+def in_one_product(x: Tensor, layers: Sequence[nn.Module], backend: str) -> tuple[Tensor, ...] | None:
+    """What linear layers make of x, which is then read once; None where each had better do it by itself.
+
+    For compiled code, which joins the weights as it casts them: there it pays in training, beside the kernels.
+    """
+    if not torch.is_grad_enabled() or not fused.chosen(backend, x):
+        return None
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    if len(linear) < len(layers) or not is_plain(*linear):
+        return None
+    weights: list[Tensor] = [layer.weight for layer in linear]
+    if not all(type(weight) in (Tensor, nn.Parameter) for weight in weights):  # sharded ones stay apart
+        return None
+    biases: list[Tensor] = [
+        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in linear
+    ]
+    bias = None if all(layer.bias is None for layer in linear) else torch.cat(biases)
+    joined = F.linear(x, torch.cat(weights), bias)
+    return joined.split([layer.out_features for layer in linear], dim=-1)
 
 
 def _has_hooks(module: Any) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_hooks or module._backward_pre_hooks)
 
 
 def what_runs(backend: str, device: torch.device) -> str:

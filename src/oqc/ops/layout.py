@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
-GATE_PARTS = 4  # numbers that add up to the gradient of a gate
-LAYOUT = 2  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
+LAYOUT = 3  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
 
 
 class Form(NamedTuple):
@@ -47,6 +46,16 @@ def aligned(rank: int) -> int:
 
 def padded_rank(form: Form) -> int:
     return aligned(form.rank)
+
+
+def gradient_tokens(rank: int) -> int:
+    """That a program of the last gradient kernel takes: as many as leave room for its tiles."""
+    return 16 if aligned(rank) <= 64 else 8
+
+
+def gate_parts(tokens: int, form: Form) -> int:
+    """How many numbers add up to the gradient of a gate: one a program."""
+    return -(-tokens // gradient_tokens(form.rank))
 
 
 def width_of(rows: int, form: Form) -> int:

@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from oqc.ops import plain
 from oqc.ops.layout import (
     GATE_COLUMNS,
-    GATE_PARTS,
     Form,
     aligned,
     both_columns,
     dstack_shape,
+    gate_parts,
     gram_of,
     padded_rank,
     saved_shapes,
@@ -257,7 +257,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         dstack, ends = torch.empty_like(stack), x.new_empty(0) if bias is None else _like_sums(x, dy.shape[1])
     else:
         dstack = dstack_shape(exact, both_columns(stack, form) if on_kernels(x) else None)
-        ends = _like_sums(x, GATE_PARTS)
+        ends = _like_sums(x, gate_parts(x.shape[0], form) if on_kernels(x) else 1)
     return torch.empty_like(x), torch.empty_like(weight_in), flat, dstack, ends
 
 
@@ -275,7 +275,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     b, stack, exact, form = args[1], args[5], args[6], Form(*args[15:])
     gradients = (torch.empty_like(item) for item in args[1:5])
     dstack = dstack_shape(exact, both_columns(stack, form) if on_kernels(b) else None)
-    return *gradients, dstack, _like_sums(b, GATE_PARTS)
+    return *gradients, dstack, _like_sums(b, gate_parts(b.shape[0], form) if on_kernels(b) else 1)
 
 
 # Gradients.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from oqc.ops.layout import GATE_COLUMNS, GATE_PARTS, Form, padded_rank, split, width_of
+from oqc.ops.layout import GATE_COLUMNS, Form, padded_rank, split, width_of
 from oqc.ops.rankspace import full_coefficients
 from oqc.ops.reference import main_feature, orthogonalize, quadratic, upcast
 
@@ -85,9 +85,9 @@ def afbo_backward(dy: Tensor, inputs: tuple[Any, ...], form: Form) -> tuple[Tens
 
 
 def ends_of(dexact: Tensor, dbias: Tensor, dgate: Tensor) -> tuple[Tensor, Tensor]:
-    """dS with dbias as one more column, and parts of the gate's gradient."""
+    """dS with dbias as one more column, and the gate's gradient as the one part of itself."""
     column = F.pad(dbias.to(dexact.dtype), (0, dexact.shape[0] - len(dbias)))
-    return torch.cat([dexact, column[:, None]], 1), F.pad(dgate.sum().view(1), (0, GATE_PARTS - 1)).to(dexact.dtype)
+    return torch.cat([dexact, column[:, None]], 1), dgate.sum().view(1).to(dexact.dtype)
 
 
 def cast(item: Tensor | None, like: Tensor) -> Tensor | None:

@@ -12,8 +12,8 @@ of S and of the bias; for full OQC z and the 1 are kept divided by 1 + kappa, si
 gradient of G is a sum over tokens of e p p^T, p being what is left of q and z a multiple of it: w is the other factor.
 
 A program takes a block of tokens and all of the rank, padded to a power of two and masked, and is fp32 inside. The
-gradients take two kernels, so that neither holds many tiles of that size at once. The gate's is per-program partials
-added in a fixed order: no atomics, bit-reproducible.
+gradients take two kernels, so that neither holds many tiles of that size at once. The gate's is one number a program,
+for PyTorch to add up: no atomics, bit-reproducible.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -28,8 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oqc.ops.layout import GATE_PARTS, aligned
-from oqc.ops.triton_sums import column_sums
+from oqc.ops.layout import aligned, gradient_tokens
 
 HIDDEN, RANK, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SCALAR, TOKEN, LOGIT, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -39,6 +38,7 @@ GATES = {"scalar": 0, "token": 1, "logit": 2, "beta": 3}
 # Triton 3.6 overlaps the iterations of a loop wrongly where a tile is both an operand of Hopper's asynchronous products
 # and read by threads (stored, squared): the next tile may overwrite it too early. So such loops are not pipelined.
 UNPIPELINED = 1
+SHORT_LOOP = 256  # as wide a dy is better read once without a pipeline than twice with one
 # So far from 0 that what is divided by it stays finite, so near that rounding does not tell it from 0.
 LEAST_KEEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-24, torch.float16: 2.0**-12}
 
@@ -278,6 +278,7 @@ def _gradient_of_z(
     used: tl.constexpr,  # columns of stacked
     stacked_row: tl.constexpr,
     KEEP: tl.constexpr,
+    APART: tl.constexpr,  # whether the product has a loop of its own
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -292,11 +293,18 @@ def _gradient_of_z(
     if KEEP:
         along = tl.zeros([BLOCK_T], tl.float32)
         scale = tl.load(keep + first + row, mask=live, other=0.0)[:, None]
+    if APART:
+        for start in range(0, width, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            dy_d = _load_rows(dy + first * width, row, live, width, d, width)
+            m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
+            dz = _dot(dy_d, m_d, dz, PRECISION)
     for start in range(0, width, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         dy_d = _load_rows(dy + first * width, row, live, width, d, width)
-        m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
-        dz = _dot(dy_d, m_d, dz, PRECISION)
+        if not APART:
+            m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
+            dz = _dot(dy_d, m_d, dz, PRECISION)
         if KEEP:
             wb = _load_rows(host + first * width, row, live, width, d, width)
             along += tl.sum(dy_d.to(tl.float32) * wb.to(tl.float32), 1)
@@ -324,7 +332,7 @@ def _gradients(
     dv,
     dpower,  # [T] fp32, full only
     dgate,  # [T] (token), [T, 16] (logit), else unused
-    part,  # [programs] fp32: of the gate's gradient
+    parts,  # [programs] fp32: of the gate's gradient
     tokens,
     eps,
     hidden: tl.constexpr,
@@ -411,7 +419,7 @@ def _gradients(
         block16 = tl.where(lane[None, :] == 0, dg[:, None], 0.0)
         to = dgate + first * dgate_row + row[:, None] * dgate_row + lane[None, :]
         tl.store(to, block16.to(dgate.dtype.element_ty), mask=live[:, None] & (lane < 16)[None, :])
-    tl.store(part + block, tl.sum(tl.where(live, dg, 0.0), 0))
+    tl.store(parts + block, tl.sum(tl.where(live, dg, 0.0), 0))
 
 
 class Saved(NamedTuple):
@@ -550,16 +558,17 @@ def gradients(
     dgate: Tensor | None,  # [T] (token), or the 16 columns that begin with the logit
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Writes du, dv and a token's dgate. Returns [(1 + kappa) dy | dt | w], the gradient of |b|^2 (full only), and
-    GATE_PARTS numbers that add up to that of the gate."""
+    numbers that add up to that of the gate."""
     (tokens, width), padded = dy.shape, aligned(rank)
     hidden, half = stack.shape[1] - padded, dy.dtype != torch.float32
     block_r = _block_r(padded)
-    block_t, small_t = 64 if half else 32, 16 if block_r <= 64 else 8
+    block_t, small_t = 64 if half else 32, gradient_tokens(rank)
     used = width + padded * (1 if space == "none" else 2)
+    apart = half and width > SHORT_LOOP
     stacked = dy.new_empty(tokens, used + -used % 64)
     dpower = dy.new_empty(tokens, dtype=torch.float32) if space == "hidden" else None
     dkappa = torch.empty_like(saved.keep)
-    part = dy.new_empty(triton.cdiv(tokens, small_t * GATE_PARTS), GATE_PARTS, dtype=torch.float32)
+    parts = dy.new_empty(triton.cdiv(tokens, small_t), dtype=torch.float32)
     _gradient_of_z[(triton.cdiv(tokens, block_t),)](
         dy,
         host,
@@ -574,14 +583,15 @@ def gradients(
         used,
         stacked.stride(0),
         KEEP=space == "hidden",
+        APART=apart,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
-        BLOCK_D=(128 if space == "hidden" else 64) if half else 32,
+        BLOCK_D=(128 if space == "hidden" and not apart else 64) if half else 32,
         num_warps=4,
-        num_stages=UNPIPELINED,
+        num_stages=3 if apart else UNPIPELINED,
     )
-    _gradients[(part.numel(),)](
+    _gradients[(len(parts),)](
         stacked,
         dkappa,
         u,
@@ -592,7 +602,7 @@ def gradients(
         dv,
         dkappa if dpower is None else dpower,
         dkappa if dgate is None else dgate,
-        part,
+        parts,
         tokens,
         eps,
         hidden,
@@ -615,7 +625,7 @@ def gradients(
         BLOCK_R=block_r,
         num_warps=4,
     )
-    return stacked, dpower, column_sums(part)
+    return stacked, dpower, parts
 
 
 def _block_r(padded: int) -> int:
