@@ -94,6 +94,6 @@ def test_other_epochs_keep_the_proportion_of_the_calibration():
     usual = protocol.CIFAR100_TRAIN.epochs
     assert run_of("cifar100_afbo", 3).train == dataclasses.replace(protocol.CIFAR100_TRAIN, seed=3)
     assert run_of("cifar100_afbo", 0, epochs=2 * usual).train.epochs == 2 * usual
-    assert run_of("cifar100_afbo_60epochs", 0, epochs=2 * usual).train.epochs == 120
+    assert run_of("cifar100_afbo_75epochs", 0, epochs=2 * usual).train.epochs == 150
     assert run_of("cifar100_afbo", 0, "digits").train.epochs == protocol.DIGITS_TRAIN.epochs
     assert run_of("cifar100_afbo", 0, "digits", 2).train.epochs == 2

@@ -16,7 +16,7 @@ from oqc.config import Data, Train
 
 CIFAR100_DATA = Data(name="cifar100", crop=4, flip=True)
 CIFAR100_TRAIN = Train(
-    epochs=50, batch=512, lr=2e-3, weight_decay=0.05, warmup=5.0, clip=1.0, smoothing=0.0, precision="bf16"
+    epochs=60, batch=512, lr=2e-3, weight_decay=0.05, warmup=5.0, clip=1.0, smoothing=0.0, precision="bf16"
 )
 
 # The readout pilot on ViT-Tiny: the paper says nothing of its training, and its level (24%) is far from ours. The

@@ -68,10 +68,10 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "vit-tiny": ("cifar100_vit_tiny", "cifar100_vit_tiny_pr"),
     "calibration": (
-        "cifar100_afbo_40epochs",
         "cifar100_afbo_45epochs",
+        "cifar100_afbo_50epochs",
         "cifar100_afbo",
-        "cifar100_afbo_60epochs",
+        "cifar100_afbo_75epochs",
     ),
 }
 SUITES["all"] = tuple(dict.fromkeys(itertools.chain(*(SUITES[name] for name in SUITES if name != "calibration"))))
