@@ -49,6 +49,8 @@ SMALL = [
     Case(20, 24, 8, 9, gate="one"),
     Case(16, 40, 1, 8, complement=False),
     Case(264, 24, 5, 2),
+    Case(16, 80, 70, 2),
+    Case(12, 96, 75, 2, space="hidden"),
 ]
 LARGE = [
     Case(256, 664, 56, 8),
