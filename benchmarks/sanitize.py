@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from oqc import ops
 from oqc.nn import OQCFFN
@@ -35,20 +36,23 @@ NETWORKS = [
         for name in ("none", "full", "lowrank", "dynamic", "shared", "unprojected", "equation")
     ),
     *(("swiglu", name, SMALL, HALF) for name in ("full", "dynamic")),
+    *(("mlp", name, SMALL, HALF) for name in ("full", "lowrank")),
+    *(("other", name, SMALL, HALF) for name in ("full", "dynamic")),  # a host of which the kernels see b alone
     *(("afbo", name, SMALL, SINGLE) for name in ("full", "lowrank")),
     *(("afbo", name, LARGE, HALF) for name in ("full", "dynamic")),
 ]
 KERNELS = (
     *("_spatial_forward", "_spatial_backward", "_fold_forward", "_fold_backward"),
     *("_coefficients", "_combination", "_gradient_of_z", "_gradients"),
-    *("_attention_forward", "_attention_backward", "_column_sums"),
+    *("_mix_forward", "_mix_backward", "_attention_forward", "_attention_backward", "_column_sums"),
 )
 
 
 def network(device: torch.device, host: str, complement: str, size: dict[str, Any], dtype: torch.dtype) -> None:
     """A feed-forward network, forward and backward, over three images of a grid and one prefix token."""
     place = {"grid": size["grid"], "prefix_tokens": 1}
-    options = {"host": host, "complement": complement, "rank": size["rank"], "backend": "triton", **place}
+    kind = {"host": "mlp", "act_layer": nn.Tanh} if host == "other" else {"host": host}
+    options = {**kind, "complement": complement, "rank": size["rank"], "backend": "triton", **place}
     module = OQCFFN(20, size["hidden"], device=device, dtype=dtype, **options)
     x = torch.randn(3, 1 + size["grid"][0] * size["grid"][1], 20, device=device, dtype=dtype, requires_grad=True)
     module(x).square().sum().backward()

@@ -216,30 +216,58 @@ def test_fsdp2_trains_like_one_process():
     mp.spawn(_fsdp_worker, (2, _free_port()), nprocs=2)
 
 
-@pytest.mark.parametrize("host", ["timm", "swiglu"])
-def test_compiled_training_reads_the_input_once(host):
-    """Beside the kernels one product makes the host's maps, u and v; elsewhere each layer has its own."""
+def _mlp(host):
     torch.manual_seed(0)
-    if host == "timm":
-        module = timm.layers.Mlp(16, 32)
-        inject(module, "lowrank", rank=8, init="paper", backend="triton", seed=0)
-    else:
-        module = oqc.OQCFFN(16, 32, host=host, complement="lowrank", rank=8, backend="triton")
+    if host == "swiglu":
+        return oqc.OQCFFN(16, 32, host="swiglu", complement="full", rank=8, backend="triton")
+    layer = {"gelu": timm.layers.Mlp, "packed": timm.layers.GluMlp, "swiglu_timm": timm.layers.SwiGLU}[host]
+    module = layer(16, 64 if host == "packed" else 32)
+    inject(module, "lowrank", rank=8, init="paper", backend="triton", seed=0)
+    return module
+
+
+@pytest.mark.parametrize("host", ["gelu", "packed", "swiglu_timm", "swiglu"])
+def test_in_training_one_operator_is_the_whole_network(host, monkeypatch):
+    """For MLPs and GLUs whose activation the kernels have; it agrees with the literal equations."""
+    from oqc.ops import operators
+
+    module, calls = _mlp(host), []
+    ffn = operators.ffn
+    monkeypatch.setattr(operators, "ffn", lambda *args: calls.append(1) or ffn(*args))
+    twin = copy.deepcopy(module)
+    for part in (twin, twin.host) if host == "swiglu" else (twin,):
+        for name in ("backend", "oqc_backend"):
+            if hasattr(part, name):
+                setattr(part, name, "reference")
     x = torch.randn(2, 9, 16, requires_grad=True)
-    products = []
-
-    def count(graph, inputs):
-        products.append(sum(node.target is torch._C._nn.linear for node in graph.graph.nodes))
-        return graph
-
-    parameters = [x, *module.parameters()]
-    expected = module(x)
-    wanted = torch.autograd.grad(expected.square().sum(), parameters)
-    compiled = torch.compile(module, fullgraph=True, backend=count)
-    y = compiled(x)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
-    for one, other in zip(torch.autograd.grad(y.square().sum(), parameters), wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    results = []
+    for one in (module, twin):
+        y = one(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *one.parameters()])])
+    assert calls == [1]
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-6)
-    assert products == [1, 3 if host == "timm" else 4]
+        torch.testing.assert_close(module(x), results[0][0], rtol=1e-5, atol=1e-6)
+    assert calls == [1]  # which would join all weights for one product
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), results[0][0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["hook", "activation", "dropout"])
+def test_what_is_not_plain_is_left_to_the_host(change, monkeypatch):
+    from oqc.ops import operators
+
+    def never(*args):
+        raise AssertionError("the operator has no such host")
+
+    monkeypatch.setattr(operators, "ffn", never)
+    module = timm.layers.Mlp(
+        16, 32, act_layer=nn.Tanh if change == "activation" else nn.GELU, drop=0.1 if change == "dropout" else 0.0
+    )
+    inject(module, "lowrank", rank=8, backend="triton", seed=0)
+    seen = []
+    if change == "hook":
+        module.fc1.register_forward_hook(lambda *args: seen.append(1))
+    module(torch.randn(2, 9, 16, requires_grad=True)).sum().backward()
+    assert len(seen) == (change == "hook")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oqc.ops import fused, reference
+from oqc.ops.plain import ACTIVATIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
@@ -33,10 +34,13 @@ class Case(NamedTuple):
     shared: bool = False
     bias: bool = True
     complement: bool = True
+    mix: str = "afbo"  # or an activation
+    gated: bool = True
 
     def __str__(self) -> str:
         kind = f"{self.space}-{self.gate}" if self.complement else "host"
-        return f"D{self.width}-H{self.hidden}-R{self.rank}-w{self.columns}-{kind}"
+        host = "" if self.mix == "afbo" else f"-{self.mix}" + "-gated" * self.gated
+        return f"D{self.width}-H{self.hidden}-R{self.rank}-w{self.columns}-{kind}{host}"
 
 
 SMALL = [
@@ -51,6 +55,9 @@ SMALL = [
     Case(264, 24, 5, 2),
     Case(16, 80, 70, 2),
     Case(12, 96, 75, 2, space="hidden"),
+    Case(16, 24, 5, 2, mix="gelu", gated=False),
+    Case(20, 33, 8, 3, space="hidden", mix="silu"),
+    Case(12, 16, 4, 2, shared=True, mix="quick_gelu", gated=False),
 ]
 LARGE = [
     Case(256, 664, 56, 8),
@@ -63,6 +70,8 @@ LARGE = [
     Case(64, 72, 33, 5, normalise=False),
     Case(48, 130, 40, 16, shared=True),
     Case(128, 96, 40, 3, space="hidden", bias=False),
+    Case(192, 768, 64, 14, mix="gelu", gated=False),
+    Case(320, 200, 40, 7, space="hidden", mix="silu"),
 ]
 
 
@@ -76,13 +85,12 @@ def tensors(case: Case, images: int, rows: int, prefix: int, seed: int) -> dict[
     named = {
         "x": normal(images, prefix + rows * case.columns, d),
         "map_a": normal(h, d, scale=d**-0.5),
-        "map_b": normal(h, d, scale=d**-0.5),
-        "spatial_a": normal(h, 1, 3, 3, scale=0.4),
-        "spatial_b": normal(h, 1, 3, 3, scale=0.4),
         "weight": normal(d, h, scale=h**-0.5),
     }
+    named |= {"map_b": normal(h, d, scale=d**-0.5)} if case.gated else {}
+    named |= {f"spatial_{i}": normal(h, 1, 3, 3, scale=0.4) for i in ("a", "b") if case.mix == "afbo"}
     if case.bias:
-        named |= {f"{name}_bias": normal(h, scale=0.3) for name in ("map_a", "map_b", "spatial_a", "spatial_b")}
+        named |= {f"{n}_bias": normal(h, scale=0.3) for n in ("map_a", "map_b", "spatial_a", "spatial_b") if n in named}
         named["bias"] = normal(d)
     if case.complement:
         named |= {"u": normal(r, d, scale=d**-0.5), "v": normal(r, d, scale=d**-0.5)} if not case.shared else {}
@@ -107,9 +115,14 @@ def spatial(a: Tensor, tap: Tensor, bias: Tensor | None, rows: int, columns: int
 def hidden_map(case: Case, p: dict[str, Tensor], rows: int, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
     """b, u and v by PyTorch."""
     x, place = p["x"], (rows, case.columns, prefix)
-    a, c = F.linear(x, p["map_a"], p.get("map_a_bias")), F.linear(x, p["map_b"], p.get("map_b_bias"))
-    left = spatial(a, p["spatial_a"], p.get("spatial_a_bias"), *place)
-    b = F.gelu(left) * spatial(c, p["spatial_b"], p.get("spatial_b_bias"), *place)
+    a = c = F.linear(x, p["map_a"], p.get("map_a_bias"))
+    if case.gated:
+        c = F.linear(x, p["map_b"], p.get("map_b_bias"))
+    if case.mix == "afbo":
+        left = spatial(a, p["spatial_a"], p.get("spatial_a_bias"), *place)
+        b = F.gelu(left) * spatial(c, p["spatial_b"], p.get("spatial_b_bias"), *place)
+    else:
+        b = ACTIVATIONS[case.mix](a) * c if case.gated else ACTIVATIONS[case.mix](a)
     if case.shared or not case.complement:
         return b, a[..., : case.rank], c[..., : case.rank]
     return b, F.linear(x, p["u"]), F.linear(x, p["v"])
@@ -156,6 +169,9 @@ def ours(case: Case, p: dict[str, Tensor], rows: int, prefix: int) -> Tensor:
         else:
             branch |= {"beta": p["beta"]} if case.gate == "scalar" else {"gate": gate_of(case, p)}
         branch |= {name: p.get(name) for name in ("u", "v", "project", "lift")}
+    if case.mix != "afbo":
+        ups = [(p[name], p.get(f"{name}_bias")) for name in ("map_a", "map_b") if name in p]
+        return fused.ffn_mix(p["x"], ups, p["weight"], p.get("bias"), act=case.mix, **branch)
     maps = [p.get(name + end) for name in ("map_a", "map_b", "spatial_a", "spatial_b") for end in ("", "_bias")]
     return fused.ffn_afbo(p["x"], *maps, p["weight"], p.get("bias"), grid=(rows, case.columns), prefix=prefix, **branch)
 

@@ -17,7 +17,7 @@ def _call(case: Case) -> tuple[dict[str, Tensor], Any]:
     return p, lambda p: ours(case, p, 3, 1)
 
 
-@pytest.mark.parametrize("case", [SMALL[0], SMALL[1], SMALL[2], SMALL[7]], ids=str)
+@pytest.mark.parametrize("case", [SMALL[0], SMALL[1], SMALL[2], SMALL[7], SMALL[-2]], ids=str)
 def test_compiles_whole_and_to_the_same_numbers(case: Case) -> None:
     p, function = _call(case)
     eager = function(p)
@@ -29,7 +29,7 @@ def test_compiles_whole_and_to_the_same_numbers(case: Case) -> None:
         assert one is other is None or torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", [SMALL[0], SMALL[1], SMALL[4], SMALL[7]], ids=str)
+@pytest.mark.parametrize("case", [SMALL[0], SMALL[1], SMALL[4], SMALL[7], SMALL[-3]], ids=str)
 def test_second_derivatives(case: Case) -> None:
     p = leaves(tensors(case, 1, 2, 0, 0), torch.float32)
     exact = leaves(tensors(case, 1, 2, 0, 0), torch.float64)
@@ -59,10 +59,10 @@ def test_float64_takes_the_plain_path(case: Case) -> None:
             assert ratio(squares_of(given[name].grad, item.grad)) <= 1e-6, name
 
 
-@pytest.mark.parametrize("case", [SMALL[0], SMALL[1], SMALL[4], SMALL[7]], ids=str)
+@pytest.mark.parametrize("case", [SMALL[0], SMALL[1], SMALL[4], SMALL[7], SMALL[-3]], ids=str)
 def test_opcheck(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
-    for name in ("fold", "afbo", "complement"):
+    for name in ("fold", "ffn", "complement"):
         operator = getattr(operators, name)
 
         def record(*args: Any, _operator: Any = operator, _name: str = name) -> Any:

@@ -131,7 +131,7 @@ def test_nearly_parallel_tokens_lose_digits_no_faster_than_the_sine(dtype: torch
             assert ratio(pair) <= BARS[dtype] * (4 if operators.INTERPRETED else 1) / (1 - cosine.max() ** 2), name
 
 
-def many_shapes(case: Case, count: int = 30) -> list[Shape]:
+def many_shapes(case: Case, count: int = 25) -> list[Shape]:
     """Different ones; token counts from a few to ten thousand."""
     choices = list(itertools.product([1, 2, 3, 7, 16, 65], [1, 2, 3, 5, 8, 14, 17], [0, 1, 5]))
     return random.Random(str(case)).sample(choices, count)
@@ -150,7 +150,7 @@ def awkward_shapes(case: Case) -> list[Shape]:
 
 def test_shapes_are_as_many_as_claimed() -> None:
     assert len({(case, shape) for case in LARGE for shape in many_shapes(case)}) == 300
-    assert len({(case, shape) for case in SMALL for shape in awkward_shapes(case)}) == 143
+    assert len({(case, shape) for case in SMALL for shape in awkward_shapes(case)}) == 182
 
 
 @pytest.mark.gpu

@@ -36,10 +36,12 @@ class Injected(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         layout, branch, backend = self.oqc_layout, self.complement, self.oqc_backend
-        x = layout.enter(self, x)
-        outputs, branches = branch.beside(x, layout.up(self), backend)
-        maps, b = layout.hidden(self, outputs)
-        return layout.leave(self, branch(x, maps, b, layout.project(self), backend, branches))
+        x, up, out = layout.enter(self, x), layout.up(self), layout.project(self)
+        y = branch.network(x, up, layout.act_name, out, backend, gate_last=layout.mix == "gate_last")
+        if y is None:
+            maps, b = layout.hidden(self, tuple([layer(x) for layer in up]))
+            y = branch(x, maps, b, out, backend)
+        return layout.leave(self, y)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copies and pickles by the original class, since the subclass has no name to import it by."""

@@ -8,23 +8,21 @@ to be known by name, and a module that does something else is left alone instead
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from oqc.ops import activation_name
+from oqc.ops.plain import ACTIVATIONS
 from oqc.ops.reference import Map
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # for a forward that calls its activation as a function
-    "gelu()": F.gelu,
-    "gelu_tanh()": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu()": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu()": F.relu,
-    "silu()": F.silu,
+    f"{name}()": ACTIVATIONS[name] for name in ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu")
 }
 Place = Literal["before", "between", "after"]
 
@@ -44,6 +42,7 @@ class Layout:
     before: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    act_name: str | None = None  # of `act`, where kernels have it
 
     def enter(self, module: nn.Module, x: Tensor) -> Tensor:
         """What the maps read."""
@@ -146,7 +145,7 @@ def _linear_roles(
 
 def _placements(
     rest: dict[str, nn.Module], order: list[str], maps: tuple[str, ...], down: str | None
-) -> Iterator[dict[str, tuple[str, ...]]]:
+) -> Iterator[dict[str, Any]]:
     """Where dropouts, norms and identities stand: as registered, or as other common forwards have them."""
     first = min(order.index(name) for name in maps)
     last = order.index(down) if down is not None else len(order)
@@ -179,7 +178,11 @@ def recognise(module: nn.Module, split: bool = False) -> Layout | None:
     if first is None:
         return None
     probe = _random_copy(module)
-    return next((layout for layout in itertools.chain([first], options) if _agrees(probe, layout)), None)
+    for layout in itertools.chain([first], options):
+        if _agrees(probe, layout):
+            act = probe._modules[layout.act] if layout.act in probe._modules else FUNCTIONS[layout.act]
+            return dataclasses.replace(layout, act_name=None if act is None else activation_name(act))
+    return None
 
 
 def _random_copy(module: nn.Module) -> nn.Module:

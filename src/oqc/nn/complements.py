@@ -107,20 +107,9 @@ class Complement(nn.Module):
         if self.alpha is not None:
             nn.init.zeros_(self.alpha)
 
-    def forward(
-        self,
-        x: Tensor,
-        maps: tuple[Tensor, ...],
-        b: Tensor,
-        out: Map,
-        backend: str = "auto",
-        branches: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """out(b + gate * delta), for the host's input x, its maps of x, its hidden map b and its output projection.
-
-        `branches` are u(x) and v(x), where `beside` gave them.
-        """
-        kind, (u, v), gate = self.kind, branches or self.branches(x, maps), self.gate(x)
+    def forward(self, x: Tensor, maps: tuple[Tensor, ...], b: Tensor, out: Map, backend: str = "auto") -> Tensor:
+        """out(b + gate * delta), for the host's input x, its maps of x, its hidden map b and its output projection."""
+        kind, (u, v), gate = self.kind, self.branches(x, maps), self.gate(x)
         if self.merged is not None and isinstance(out, nn.Linear):
             return ops.rankspace.output(
                 b,
@@ -163,15 +152,53 @@ class Complement(nn.Module):
             return maps[0][..., : self.rank], maps[-1][..., : self.rank]
         return self.u(x), self.v(x)
 
-    def beside(
-        self, x: Tensor, layers: Sequence[nn.Module], backend: str
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
-        """What the host's layers make of x and, where one product gives them too, u(x) and v(x)."""
-        if torch.compiler.is_compiling() and not self.kind.shared:
-            found = ops.in_one_product(x, [*layers, self.u, self.v], backend)
-            if found is not None:
-                return found[:-2], (found[-2], found[-1])
-        return tuple([layer(x) for layer in layers]), None
+    def network(
+        self, x: Tensor, up: Sequence[nn.Module], act: str | None, out: object, backend: str, *, gate_last: bool = False
+    ) -> Tensor | None:
+        """out(b + gate * delta) with b = act(A x), or act(A x) * B x, by one operator; None where it does not run.
+
+        `up` are the host's layers that read x: A, A and B, or one that packs both. It is for training: without
+        gradients, joining the weights of all maps would cost more than it spares.
+        """
+        if act is None or self.merged is not None or not torch.is_grad_enabled():
+            return None
+        if not ops.fused.chosen(backend, x, self.rank) or not self.fuses(*up, out):
+            return None
+        layers: Any = (*up, out)
+        if not all(type(layer) is nn.Linear and type(layer.weight) in (Tensor, nn.Parameter) for layer in layers):
+            return None
+        maps = [(layer.weight, layer.bias) for layer in layers[:-1]]
+        hidden = layers[-1].in_features
+        if len(maps) == 1 and len(maps[0][0]) == 2 * hidden:
+            (weight, bias) = maps[0]
+            maps = list(zip(weight.chunk(2), (None, None) if bias is None else bias.chunk(2), strict=True))
+        maps = maps[::-1] if gate_last else maps
+        return ops.fused.ffn_mix(x, maps, layers[-1].weight, layers[-1].bias, act=act, **self.fused_options(x))
+
+    def fuses(self, *layers: object) -> bool:
+        """Whether one operator can take these layers of the host and the branch's: all are plain."""
+        if self.alpha is not None and self.gate_map is not None:
+            return False
+        return ops.is_plain(*layers, *self.children())
+
+    def fused_options(self, x: Tensor) -> dict[str, Any]:
+        """The branch, as `ops.fused` takes it."""
+        gate: dict[str, Any]
+        if self.gate_map is not None:
+            gate = {"gate": (self.gate_map.weight, self.gate_map.bias)}
+        elif self.beta is not None and self.alpha is None:
+            gate = {"beta": self.beta}
+        else:
+            gate = {"gate": self.gate(x)}
+        return {
+            **({} if self.kind.shared else {"u": self.u.weight, "v": self.v.weight}),
+            **gate,
+            "lift": self.lift.weight,
+            "project": None if self.project is None else self.project.weight,
+            "space": self.kind.space,
+            "normalise": self.kind.normalise,
+            "eps": self.eps,
+        }
 
     def gate(self, x: Tensor) -> Tensor:
         """The mixing coefficient in (0, 1), times alpha if there is one: [] for a scalar, [..., 1] for one a token."""

@@ -99,14 +99,17 @@ class OQCFFN(nn.Module):
 
     def forward(self, x: Tensor, folded: ops.fused.Folded | None = None) -> Tensor:
         """`folded` is this layer's share of `fold_together`, where a model does that for all its layers at once."""
-        if folded is not None or self._is_one_operator(x):
-            return self._leave(self._fused(self._enter(x), folded))
         x, host, complement = self._enter(x), self.host, self.complement
+        if folded is not None or self._is_one_operator(x):
+            return self._leave(self._fused(x, folded))
         if complement is None:
             return self._leave(host.project(host.mix(*host.maps(x))))
-        maps, branches = complement.beside(x, host.up(), self.backend)
         out = host.project if host.between() else host.fc2
-        return self._leave(complement(x, maps, host.mix(*maps), out, self.backend, branches))
+        y = complement.network(x, host.up(), host.act_name, out, self.backend)
+        if y is None:
+            maps = host.maps(x)
+            y = complement(x, maps, host.mix(*maps), out, self.backend)
+        return self._leave(y)
 
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The output by the literal equations, with b, q, m, q_perp, delta, gate and h by name."""
@@ -136,36 +139,15 @@ class OQCFFN(nn.Module):
             return False
         if not ops.fused.chosen(self.backend, x, 0 if branch is None else branch.rank):
             return False
-        layers = [host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2]
-        if branch is not None:
-            if branch.alpha is not None and branch.gate_map is not None:
-                return False
-            layers += [layer for layer in branch.children() if layer is not None]
-        return ops.is_plain(*layers)
+        layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
+        return ops.is_plain(*layers) if branch is None else branch.fuses(*layers)
 
     def _fused(self, x: Tensor, folded: ops.fused.Folded | None) -> Tensor:
         host: Any = self.host
         options: dict[str, Any] = {"grid": x.shape[1:3]} if x.dim() == 4 else {"grid": host.grid_of(x.shape[1])}
         options["prefix"] = 0 if x.dim() == 4 else host.prefix_tokens
-        branch: Any = self.complement
-        if branch is not None:
-            own_maps = {} if branch.kind.shared else {"u": branch.u.weight, "v": branch.v.weight}
-            if branch.gate_map is not None:
-                gate = {"gate": (branch.gate_map.weight, branch.gate_map.bias)}
-            elif branch.beta is not None and branch.alpha is None:
-                gate = {"beta": branch.beta}
-            else:
-                gate = {"gate": branch.gate(x)}
-            options |= {
-                **own_maps,
-                **gate,
-                "lift": branch.lift.weight,
-                "project": None if branch.project is None else branch.project.weight,
-                "space": branch.kind.space,
-                "normalise": branch.kind.normalise,
-                "eps": branch.eps,
-                "folded": folded,
-            }
+        if self.complement is not None:
+            options |= self.complement.fused_options(x) | {"folded": folded}
         layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
         return ops.fused.ffn_afbo(x, *(t for layer in layers for t in (layer.weight, layer.bias)), **options)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oqc.config import HOSTS, check_choice
+from oqc.ops import activation_name
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -24,6 +25,7 @@ class Host(nn.Module):
     """What every host has: the output projection and what timm's Mlp puts around it."""
 
     fc2: nn.Linear
+    act_name: str | None = None  # of the activation between the maps and b, where kernels have it
 
     def __init__(self, hidden: int, out: int, bias: bool, drop: float, norm_layer: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -60,6 +62,7 @@ class MLP(Host):
         super().__init__(hidden, out, bias, **kwargs)
         self.fc1 = nn.Linear(width, hidden, bias=bias, **_factory(kwargs))
         self.act = act()
+        self.act_name = activation_name(self.act)
 
     @staticmethod
     def parameters_of(width: int, hidden: int, out: int, bias: bool = True, groups: int = 1) -> int:
@@ -79,7 +82,7 @@ class GLU(Host):
         super().__init__(hidden, out, bias, **kwargs)
         self.fc1_g = nn.Linear(width, hidden, bias=bias, **_factory(kwargs))
         self.fc1_x = nn.Linear(width, hidden, bias=bias, **_factory(kwargs))
-        self.act = act
+        self.act, self.act_name = act, activation_name(act)
 
     @staticmethod
     def parameters_of(width: int, hidden: int, out: int, bias: bool = True, groups: int = 1) -> int:

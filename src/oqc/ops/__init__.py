@@ -8,26 +8,26 @@ backend reads the same parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from oqc.config import BACKENDS, check_choice
 from oqc.ops import fused, operators, rankspace, reference
 from oqc.ops.attention import attention_in_use, self_attention
+from oqc.ops.plain import ACTIVATIONS
 from oqc.ops.reference import Map, Parts, Space
 
 __all__ = [
     "BACKENDS",
     "Parts",
     "Space",
+    "activation_name",
     "attention_in_use",
     "ffn_output",
     "fused",
-    "in_one_product",
     "is_plain",
     "rankspace",
     "reference",
@@ -48,30 +48,19 @@ def is_plain(*modules: object) -> bool:
     return True
 
 
-def in_one_product(x: Tensor, layers: Sequence[nn.Module], backend: str) -> tuple[Tensor, ...] | None:
-    """What linear layers make of x, which is then read once; None where each had better do it by itself.
-
-    For compiled code, which joins the weights as it casts them: there it pays in training, beside the kernels.
-    """
-    if not torch.is_grad_enabled() or not fused.chosen(backend, x):
-        return None
-    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    if len(linear) < len(layers) or not is_plain(*linear):
-        return None
-    weights: list[Tensor] = [layer.weight for layer in linear]
-    if not all(type(weight) in (Tensor, nn.Parameter) for weight in weights):  # sharded ones stay apart
-        return None
-    biases: list[Tensor] = [
-        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in linear
-    ]
-    bias = None if all(layer.bias is None for layer in linear) else torch.cat(biases)
-    joined = F.linear(x, torch.cat(weights), bias)
-    return joined.split([layer.out_features for layer in linear], dim=-1)
-
-
 def _has_hooks(module: Any) -> bool:
     before, after = module._forward_pre_hooks, module._forward_hooks
     return bool(before or after or module._backward_hooks or module._backward_pre_hooks)
+
+
+def activation_name(act: Callable[[Tensor], Tensor]) -> str | None:
+    """Which of the activations that kernels have this is, by what it does to some numbers; None: none of them."""
+    x = torch.linspace(-8, 8, 65, dtype=torch.float64, device="cpu")
+    try:
+        y = act(x.clone())
+        return next((name for name, one in ACTIVATIONS.items() if torch.allclose(y, one(x), rtol=0, atol=1e-9)), None)
+    except (TypeError, RuntimeError, ValueError):  # of another kind, or of parameters elsewhere
+        return None
 
 
 def what_runs(backend: str, device: torch.device) -> str:

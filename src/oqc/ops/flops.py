@@ -25,10 +25,11 @@ def _fold_backward_flops(dstack: Any, weight: Any, lift: Any, *_: Any, **__: Any
     return 2 * _fold_flops(weight, lift)
 
 
-@register_flop_formula(torch.ops.oqc.afbo)
-def _afbo_flops(x: Any, weight_in: Any, *args: Any, **_: Any) -> int:
+@register_flop_formula(torch.ops.oqc.ffn)
+def _ffn_flops(x: Any, weight_in: Any, *args: Any, **_: Any) -> int:
     tap_a, stack = args[1], args[5]
-    return 2 * x[0] * (x[1] * weight_in[0] + 18 * tap_a[0] + _branch_flops(stack, *args))
+    spatial = 0 if tap_a is None else 18 * tap_a[0]
+    return 2 * x[0] * (x[1] * weight_in[0] + spatial + _branch_flops(stack, *args))
 
 
 def _branch_flops(stack: Any, *args: Any) -> int:
@@ -40,9 +41,9 @@ def _branch_flops(stack: Any, *args: Any) -> int:
     return width * stack[1] + (0 if form.space == "none" else padded * (stack[1] - padded)) + padded * padded
 
 
-@register_flop_formula(torch.ops.oqc.afbo_backward)
-def _afbo_backward_flops(dy: Any, *args: Any, **_: Any) -> int:
-    return 2 * _afbo_flops(*args)
+@register_flop_formula(torch.ops.oqc.ffn_backward)
+def _ffn_backward_flops(dy: Any, *args: Any, **_: Any) -> int:
+    return 2 * _ffn_flops(*args)
 
 
 @register_flop_formula(torch.ops.oqc.complement)

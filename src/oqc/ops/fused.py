@@ -3,13 +3,14 @@
 With C = 2 H + 2 padded R (+ 16 for a gate per token), T tokens and S = [W M; P 0; 0 G] of the weights (`triton_fold`):
 
     proj [T, C] = x [A; B; U; V; gate]^T     one GEMM reads x
-    b    [T, H] = spatial kernel of proj's first 2 H columns (`triton_spatial`)
+    b    [T, H] = a kernel of proj's first columns: AFBO's spatial part (`triton_spatial`), or an activation, with a
+                  product where the host is gated (`triton_mix`)
     z    [T, R] = complement's kernel of b and proj's other columns (`triton_complement`), written beside b
     y    [T, D] = [b | z] [W M]^T            full OQC: another kernel, since W b is scaled
 
     [dy' | dt | w], du, dv, dgate = complement's kernel;   db = [dy' | dt] S,   dS, dbias = [dy' | dt | w]^T [b | z | 1]
     (full OQC: dy' = (1 + kappa) dy, and z and the 1 are kept divided by that factor)
-    da, dc and the depthwise gradients = spatial kernel;   dx = dproj [A; B; U; V; gate]
+    da, dc, their sums and the depthwise gradients = that kernel's other direction;   dx = dproj [A; B; U; V; gate]
 
 Ranks are padded with zeros to a multiple of 8, so that every row of these buffers is aligned. The functions here take
 parameters as the modules hold them, cast to autocast's dtype where it is on, and call the operators of `operators`.
@@ -18,6 +19,7 @@ parameters as the modules hold them, cast to autocast's dtype where it is on, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +75,35 @@ def ffn_afbo(
     *,
     grid: tuple[int, int],
     prefix: int = 0,
-    u: Tensor | None = None,  # [R, D]; None with v: the first R channels of A x and B x
+    **branch: Any,  # `_network`'s, from u on
+) -> Tensor:
+    """y = W (b + gate * delta) + bias with b = GELU(DW3x3(A x)) * DW3x3(B x): the AFBO host with dense maps."""
+    maps = ((map_a, map_a_bias), (map_b, map_b_bias))
+    taps = (spatial_a, spatial_a_bias, spatial_b, spatial_b_bias)
+    return _network(x, maps, taps, weight, bias, rows=grid[0], columns=grid[1], prefix=prefix, **branch)
+
+
+def ffn_mix(
+    x: Tensor,  # [..., D]
+    maps: Sequence[tuple[Tensor, Tensor | None]],  # A [H, D] and its bias; for a gated host B's too
+    weight: Tensor,  # W [D, H]
+    bias: Tensor | None,
+    *,
+    act: str,  # of `plain.ACTIVATIONS`
+    **branch: Any,  # `_network`'s, from u on
+) -> Tensor:
+    """y = W (b + gate * delta) + bias with b = act(A x), or act(A x) * B x: an MLP, or a GLU."""
+    return _network(x, maps, (None,) * 4, weight, bias, mix=act, gated=len(maps) > 1, **branch)
+
+
+def _network(
+    x: Tensor,
+    host_maps: Sequence[tuple[Tensor, Tensor | None]],
+    taps: Sequence[Tensor | None],
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    u: Tensor | None = None,  # [R, D]; None with v: the first R channels of A x and B x (of A x, twice)
     v: Tensor | None = None,
     project: Tensor | None = None,  # P [R, H]
     lift: Tensor | None = None,  # O [H, R]; None: the host alone
@@ -83,12 +113,12 @@ def ffn_afbo(
     normalise: bool = True,
     eps: float = 1e-6,
     folded: Folded | None = None,  # of `fold`, where it was done for all layers at once
+    **host: Any,  # of Form: mix and gated, or the grid
 ) -> Tensor:
-    """y = W (b + gate * delta) + bias with b = GELU(DW3x3(A x)) * DW3x3(B x): the AFBO host with dense maps."""
     dtype = compute_dtype(x)
     rank = 0 if lift is None else lift.shape[1]
-    maps: list[Tensor] = [map_a, map_b]
-    biases: list[Tensor | None] = [map_a_bias, map_b_bias]
+    maps: list[Tensor] = [item for item, _ in host_maps]
+    biases: list[Tensor | None] = [item for _, item in host_maps]
     if u is not None and v is not None:
         maps += [_pad_rows(u, -rank % 8), _pad_rows(v, -rank % 8)]
         biases += [None, None]
@@ -107,17 +137,8 @@ def ffn_afbo(
         stack, exact = weight.to(dtype), None
         if lift is not None:
             stack, exact = folded or fold([weight], [lift], [project], space, dtype)[0]
-        inputs = (
-            x.reshape(-1, x.shape[-1]).to(dtype),
-            weight_in,
-            bias_in,
-            *(spatial_a, spatial_a_bias, spatial_b, spatial_b_bias),
-            *(stack, exact, bias, value),
-        )
+        inputs = (x.reshape(-1, x.shape[-1]).to(dtype), weight_in, bias_in, *taps, stack, exact, bias, value)
         form = Form(
-            rows=grid[0],
-            columns=grid[1],
-            prefix=prefix,
             rank=rank,
             space="host" if lift is None else space,
             normalise=normalise or space == "hidden",
@@ -125,8 +146,9 @@ def ffn_afbo(
             shared=u is None and lift is not None,
             eps=eps,
             save=_may_need_grad(*inputs),
+            **host,
         )
-        y = operators.afbo(*inputs, *form)[0]
+        y = operators.ffn(*inputs, *form)[0]
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

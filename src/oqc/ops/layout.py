@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
-LAYOUT = 3  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
+LAYOUT = 4  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
 
 
 class Form(NamedTuple):
@@ -22,21 +22,39 @@ class Form(NamedTuple):
     normalise: bool = True
     gate: str = "scalar"  # "beta": its logit; "token": a value per token; "logit": logits in a column of proj
     shared: bool = False  # u and v are the first R channels of the host's maps
+    mix: str = "afbo"  # what makes b of the maps; else an activation: act(a), or act(a) * c
+    gated: bool = True  # whether there is a c
     eps: float = 1e-6
     save: bool = True  # whether a backward may follow
     layout: int = LAYOUT
 
 
 def split(proj: Tensor, hidden: int, form: Form) -> tuple[Any, ...]:
-    """Views of proj's columns: a, c, u, v (None for a host alone) and the gate's columns (None without)."""
-    a, c = proj[:, :hidden], proj[:, hidden : 2 * hidden]
+    """Views of proj's columns: a, c (None for a host of one map), u, v (None for a host alone) and the gate's columns
+    (None without)."""
+    first, wide = maps_of(form) * hidden, padded_rank(form)
+    a, c = proj[:, :hidden], proj[:, hidden:first] if form.gated else None
     logit = proj[:, -GATE_COLUMNS:] if form.gate == "logit" else None
     if form.space == "host":
         return a, c, None, None, logit
     if form.shared:
-        return a, c, a[:, : form.rank], c[:, : form.rank], logit
-    first, wide = 2 * hidden, padded_rank(form)
+        return a, c, a[:, : form.rank], (a if c is None else c)[:, : form.rank], logit
     return a, c, proj[:, first : first + wide], proj[:, first + wide : first + 2 * wide], logit
+
+
+def maps_of(form: Form) -> int:
+    """How many the host has."""
+    return 2 if form.gated else 1
+
+
+def hidden_of(stack: Tensor, form: Form) -> int:
+    """H: S has as many columns and, with a complement, those of M."""
+    return stack.shape[1] - (0 if form.space == "host" else padded_rank(form))
+
+
+def flat_size(hidden: int, form: Form) -> int:
+    """Of the vector that holds the sums of the maps' gradients, behind those of the depthwise maps."""
+    return (20 * hidden if form.mix == "afbo" else 0) + maps_of(form) * hidden
 
 
 def aligned(rank: int) -> int:

@@ -1,10 +1,10 @@
 """The fused operators as PyTorch knows them: implementation, gradient and shapes for tracing of each.
 
-`oqc::afbo` is a whole AFBO network, with a complement or without; `oqc::complement` is what follows the hidden map of
-any other host; `oqc::fold` makes what both need of the weights alone. An operator returns a fixed number of tensors:
-what a form does not have is an empty one, and what stands behind y is for the backward. They branch on the device:
-CUDA, or a CPU under Triton's interpreter, runs the kernels; anything else, float64 and second derivatives take the same
-functions in plain PyTorch (`plain`). Triton is imported when a kernel first runs.
+`oqc::ffn` is a whole network: AFBO's with a complement or without, an MLP's or a GLU's with one. `oqc::complement` is
+what follows the hidden map of any other host; `oqc::fold` makes what both need of the weights alone. An operator
+returns a fixed number of tensors: what a form does not have is an empty one, and what stands behind y is for the
+backward. They branch on the device: CUDA, or a CPU under Triton's interpreter, runs the kernels; anything else, float64
+and second derivatives take the same functions in plain PyTorch (`plain`). Triton is imported when a kernel first runs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from oqc.ops.layout import (
     aligned,
     both_columns,
     dstack_shape,
+    flat_size,
     gate_parts,
     gram_of,
+    hidden_of,
+    maps_of,
     padded_rank,
     saved_shapes,
     split,
@@ -41,15 +44,15 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-_AFBO = (
-    "Tensor x, Tensor weight_in, Tensor? bias_in, Tensor tap_a, Tensor? bias_a, Tensor tap_c, Tensor? bias_c,"
+_FFN = (
+    "Tensor x, Tensor weight_in, Tensor? bias_in, Tensor? tap_a, Tensor? bias_a, Tensor? tap_c, Tensor? bias_c,"
     " Tensor stack, Tensor? exact, Tensor? bias, Tensor? gate"
 )
 _COMPLEMENT = "Tensor b, Tensor u, Tensor v, Tensor gate, Tensor stack, Tensor exact, Tensor? bias"
 _SAVED = "Tensor t, Tensor gp, Tensor energy, Tensor power, Tensor keep, Tensor host"  # triton_complement.Saved, W b
 _FORM = (
-    "int rows, int columns, int prefix, int rank, str space, bool normalise, str gate_kind, bool shared, float eps,"
-    " bool save, int layout"
+    "int rows, int columns, int prefix, int rank, str space, bool normalise, str gate_kind, bool shared, str mix,"
+    " bool gated, float eps, bool save, int layout"
 )
 _WEIGHTS = "Tensor weight, Tensor lift, Tensor? project"
 
@@ -99,21 +102,25 @@ def _plain_fold(*args: Any) -> Tensor:
     return plain.fold(*args)[0]
 
 
-@_operator("afbo", f"{_AFBO}, {_FORM}", 9)
-def afbo(*args: Any) -> tuple[Tensor, ...]:
+@_operator("ffn", f"{_FFN}, {_FORM}", 9)
+def ffn(*args: Any) -> tuple[Tensor, ...]:
     """y; proj and [b | z | 1]; what the complement saves, and W b."""
     x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:11]
-    form, hidden = Form(*args[11:]), tap_a.shape[0]
+    form = Form(*args[11:])
+    hidden = hidden_of(stack, form)
     if not on_kernels(x):
-        return plain.afbo(*args), *_afbo_shapes(*args)[1:]
-    from oqc.ops import triton_complement, triton_spatial
+        return plain.ffn(*args), *_ffn_shapes(*args)[1:]
+    from oqc.ops import triton_complement, triton_mix, triton_spatial
 
     with on_device_of(x):
         proj = F.linear(x, weight_in, cast(bias_in, x))  # [T, C]
         a, c, u, v, logit = split(proj, hidden, form)
         both = x.new_empty(x.shape[0], both_columns(stack, form))  # [b | z | 1], b alone without a complement
         b, z = both[:, :hidden], both[:, hidden:]
-        triton_spatial.forward(a, c, (tap_a, bias_a, tap_c, bias_c), **_place(form), out=b)
+        if form.mix == "afbo":
+            triton_spatial.forward(a, c, (tap_a, bias_a, tap_c, bias_c), **_place(form), out=b)
+        else:
+            triton_mix.forward(a, c, form.mix, out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
         host = x.new_empty(0)
         if form.space != "host":
@@ -129,16 +136,17 @@ def afbo(*args: Any) -> tuple[Tensor, ...]:
     return (y, proj, both, *saved, host) if form.save else (y, *_empty(x, 8))
 
 
-@_operator("afbo_backward", f"Tensor dy, {_AFBO}, Tensor proj, Tensor both, {_SAVED}, {_FORM}", 5)
-def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
-    """dx, dweight_in, in one vector of 22 H the depthwise maps' gradients and the sums of da and dc; then dW and dbias
+@_operator("ffn_backward", f"Tensor dy, {_FFN}, Tensor proj, Tensor both, {_SAVED}, {_FORM}", 5)
+def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
+    """dx, dweight_in, in one vector the depthwise maps' gradients (20 H) and the sums of da and dc; then dW and dbias
     or, with a complement, dS with dbias as one more column, and parts of the gate's gradient."""
     dy, x, weight_in, _, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:12]
     proj, both, *saved, host = args[12:20]
-    form, hidden = Form(*args[20:]), tap_a.shape[0]
+    form = Form(*args[20:])
+    hidden = hidden_of(stack, form)
     if not on_kernels(x):
-        return plain.afbo_backward(dy, args[1:12], form)
-    from oqc.ops import triton_complement, triton_spatial, triton_sums
+        return plain.ffn_backward(dy, args[1:12], form)
+    from oqc.ops import triton_complement, triton_mix, triton_spatial, triton_sums
 
     dy = dy.contiguous()
     with on_device_of(x):
@@ -155,10 +163,14 @@ def _afbo_backward(*args: Any) -> tuple[Tensor, ...]:
             stacked, dpower, ends = triton_complement.gradients(dy, *branch, **_kind(form), du=du, dv=dv, dgate=dlogit)
         rows = stack.shape[0] - (0 if exact is None else padded_rank(form))  # all but G's
         db = stacked[:, :rows] @ stack[:rows, :hidden]
-        flat = triton_spatial.backward(db, dpower, a, c, (tap_a, bias_a, tap_c, bias_c), **_place(form), da=da, dc=dc)
+        if form.mix == "afbo":
+            taps = (tap_a, bias_a, tap_c, bias_c)
+            flat = triton_spatial.backward(db, dpower, a, c, taps, **_place(form), da=da, dc=dc)
+        else:
+            flat = triton_mix.backward(db, dpower, a, c, form.mix, da=da, dc=dc)
         if form.shared:
-            sums = flat[20 * hidden :].view(2, hidden)
-            for out, total, extra in ((da, sums[0], du), (dc, sums[1], dv)):
+            sums = flat[-maps_of(form) * hidden :].view(-1, hidden)
+            for out, total, extra in ((da, sums[0], du), (da if dc is None else dc, sums[-1], dv)):
                 out[:, : form.rank] += extra
                 total[: form.rank] += extra.sum(0)
         dstack = dy.T @ both if form.space == "host" else _over_tokens(stacked, both)
@@ -238,8 +250,8 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(weight), torch.empty_like(lift), _like(project, weight)
 
 
-@afbo.register_fake
-def _afbo_shapes(*args: Any) -> tuple[Tensor, ...]:
+@ffn.register_fake
+def _ffn_shapes(*args: Any) -> tuple[Tensor, ...]:
     x, weight_in, stack, form = args[0], args[1], args[7], Form(*args[11:])
     y = x.new_zeros(x.shape[0], width_of(stack.shape[0], form))
     if not form.save:
@@ -248,11 +260,11 @@ def _afbo_shapes(*args: Any) -> tuple[Tensor, ...]:
     return y, *kept, *(_empty(x, 6) if form.space == "host" else saved_shapes(x, y, form))
 
 
-@_afbo_backward.register_fake
+@_ffn_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    dy, x, weight_in, tap_a, stack, exact, bias = (args[i] for i in (0, 1, 2, 4, 8, 9, 10))
+    dy, x, weight_in, stack, exact, bias = (args[i] for i in (0, 1, 2, 8, 9, 10))
     form = Form(*args[20:])
-    flat = _like_sums(x, 22 * tap_a.shape[0])
+    flat = _like_sums(x, flat_size(hidden_of(stack, form), form))
     if form.space == "host":
         dstack, ends = torch.empty_like(stack), x.new_empty(0) if bias is None else _like_sums(x, dy.shape[1])
     else:
@@ -295,27 +307,31 @@ def _remember_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.set_materialize_grads(False)
 
 
-def _afbo_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    weight_in, bias_in, maps, (bias, gate) = args[1], args[2], args[3:7], args[9:11]
-    form, hidden = Form(*args[19:]), args[3].shape[0]
-    dx, dweight, flat, dstack, ends = _afbo_backward(dy, *args)
-    *parts, sums = flat.split([9 * hidden, hidden, 9 * hidden, hidden, 2 * hidden])
-    dmaps = (
-        part if item is None else part.view_as(item).to(item.dtype) for part, item in zip(parts, maps, strict=True)
+def _ffn_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    weight_in, bias_in, taps, (bias, gate) = args[1], args[2], args[3:7], args[9:11]
+    form = Form(*args[19:])
+    hidden = hidden_of(args[7], form)
+    dx, dweight, flat, dstack, ends = _ffn_backward(dy, *args)
+    parts: Sequence[Tensor] = [flat] * 4  # of what is not there
+    if form.mix == "afbo":
+        parts = flat[: 20 * hidden].split([9 * hidden, hidden, 9 * hidden, hidden])
+    dtaps = (
+        part if item is None else part.view_as(item).to(item.dtype) for part, item in zip(parts, taps, strict=True)
     )
+    sums = flat[-maps_of(form) * hidden :]
     dbias_in, dbias, dgate = sums, ends, ends.sum().view(1)
     dexact = None
     if form.space != "host":
         dexact, dbias = split_dstack(dstack, args[8], dy.shape[1])
         dstack = None
     if bias_in is not None:
-        dbias_in = F.pad(sums, (0, weight_in.shape[0] - 2 * hidden))
+        dbias_in = F.pad(sums, (0, weight_in.shape[0] - len(sums)))
         if form.gate == "logit":
             dbias_in = torch.cat([dbias_in[:-GATE_COLUMNS], F.pad(dgate, (0, GATE_COLUMNS - 1))])
         dbias_in = dbias_in.to(bias_in.dtype)
     dbias = dbias if bias is None else dbias.to(bias.dtype)
     dgate = dgate if gate is None else dgate.view_as(gate)
-    return dx, dweight, dbias_in, *dmaps, dstack, dexact, dbias, dgate
+    return dx, dweight, dbias_in, *dtaps, dstack, dexact, dbias, dgate
 
 
 def _complement_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
@@ -346,7 +362,7 @@ def _differentiate(function: Callable[..., Any], backward: Callable[..., Any]) -
 
 
 fold.register_autograd(_differentiate(_plain_fold, _fold_backward), setup_context=_remember_weights)
-afbo.register_autograd(_differentiate(plain.afbo, _afbo_gradients), setup_context=_remember)
+ffn.register_autograd(_differentiate(plain.ffn, _ffn_gradients), setup_context=_remember)
 complement.register_autograd(_differentiate(plain.complement, _complement_gradients), setup_context=_remember)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from oqc.ops.layout import GATE_COLUMNS, Form, padded_rank, split, width_of
+from oqc.ops.layout import GATE_COLUMNS, Form, hidden_of, maps_of, padded_rank, split, width_of
 from oqc.ops.rankspace import full_coefficients
 from oqc.ops.reference import main_feature, orthogonalize, quadratic, upcast
 
@@ -29,11 +29,25 @@ def fold(weight: Tensor, lift: Tensor, project: Tensor | None, space: str, dtype
     return exact, exact.to(dtype, copy=True)
 
 
-def afbo(*args: Any) -> Tensor:
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # which stand between a map and b
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "identity": lambda x: x,
+}
+
+
+def ffn(*args: Any) -> Tensor:
     x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:11]
     form = Form(*args[11:])
-    a, c, u, v, logit = split(F.linear(x, weight_in, cast(bias_in, x)), tap_a.shape[0], form)
-    b = F.gelu(_spatial(a, tap_a, bias_a, form)) * _spatial(c, tap_c, bias_c, form)
+    a, c, u, v, logit = split(F.linear(x, weight_in, cast(bias_in, x)), hidden_of(stack, form), form)
+    if form.mix == "afbo":
+        b = F.gelu(_spatial(a, tap_a, bias_a, form)) * _spatial(c, tap_c, bias_c, form)
+    else:
+        b = ACTIVATIONS[form.mix](a) if c is None else ACTIVATIONS[form.mix](a) * c
     if form.space == "host":
         return F.linear(b, stack, cast(bias, x))
     value = gate if logit is None else torch.sigmoid(upcast(logit[:, 0]))
@@ -71,12 +85,14 @@ def complement(*args: Any) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def afbo_backward(dy: Tensor, inputs: tuple[Any, ...], form: Form) -> tuple[Tensor, ...]:
+def ffn_backward(dy: Tensor, inputs: tuple[Any, ...], form: Form) -> tuple[Tensor, ...]:
     """What the operator of that name returns."""
-    dx, dweight, dbias_in, *maps, dstack, dexact, dbias, dgate = gradients(afbo, dy, inputs, form)
-    hidden = maps[0].shape[0]
-    parts = [g.new_zeros(hidden) if item is None else g.flatten() for g, item in zip(maps, inputs[3:7], strict=True)]
-    parts.append(dbias_in[: 2 * hidden] if len(dbias_in) else dx.new_zeros(2 * hidden))
+    dx, dweight, dbias_in, *taps, dstack, dexact, dbias, dgate = gradients(ffn, dy, inputs, form)
+    parts, sums = [], maps_of(form) * hidden_of(inputs[7], form)
+    if form.mix == "afbo":
+        none = dx.new_zeros(sums // 2)  # of a bias that is not there
+        parts = [none if item is None else g.flatten() for g, item in zip(taps, inputs[3:7], strict=True)]
+    parts.append(dbias_in[:sums] if len(dbias_in) else dx.new_zeros(sums))
     if form.gate == "logit":
         dgate = dbias_in[-GATE_COLUMNS] if len(dbias_in) else dx.new_zeros(())
     if form.space == "host":
