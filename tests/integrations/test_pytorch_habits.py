@@ -254,7 +254,7 @@ def test_in_training_one_operator_is_the_whole_network(host, monkeypatch):
     torch.testing.assert_close(compiled(x), results[0][0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("change", ["hook", "activation", "dropout"])
+@pytest.mark.parametrize("change", ["hook", "activation", "dropout", "frozen"])
 def test_what_is_not_plain_is_left_to_the_host(change, monkeypatch):
     from oqc.ops import operators
 
@@ -267,6 +267,8 @@ def test_what_is_not_plain_is_left_to_the_host(change, monkeypatch):
     )
     inject(module, "lowrank", rank=8, backend="triton", seed=0)
     seen = []
+    if change == "frozen":
+        oqc.trainable(module, "complement")
     if change == "hook":
         module.fc1.register_forward_hook(lambda *args: seen.append(1))
     module(torch.randn(2, 9, 16, requires_grad=True)).sum().backward()

@@ -127,6 +127,15 @@ def test_inference_keeps_nothing_and_gives_the_same_output() -> None:
             torch.testing.assert_close(function(p), y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", [SMALL[0], SMALL[1], SMALL[7], SMALL[-2]], ids=str)
+def test_no_image_at_all(case: Case) -> None:
+    p = leaves(tensors(case, 0, 2, 0, 0), torch.float32)
+    y = ours(case, p, 2, 0)
+    assert y.shape == p["x"].shape
+    for gradient in torch.autograd.grad(y.sum(), list(p.values())):
+        assert not gradient.any()
+
+
 def test_runs_repeat_to_the_bit() -> None:
     case = SMALL[2]
     p, function = _call(case)

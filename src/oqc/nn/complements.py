@@ -157,8 +157,8 @@ class Complement(nn.Module):
     ) -> Tensor | None:
         """out(b + gate * delta) with b = act(A x), or act(A x) * B x, by one operator; None where it does not run.
 
-        `up` are the host's layers that read x: A, A and B, or one that packs both. It is for training: without
-        gradients, joining the weights of all maps would cost more than it spares.
+        `up` are the host's layers that read x: A, A and B, or one that packs both. It is for training all of them:
+        joining the weights of all maps costs more than it spares without gradients, and frozen ones need none.
         """
         if act is None or self.merged is not None or not torch.is_grad_enabled():
             return None
@@ -166,6 +166,8 @@ class Complement(nn.Module):
             return None
         layers: Any = (*up, out)
         if not all(type(layer) is nn.Linear and type(layer.weight) in (Tensor, nn.Parameter) for layer in layers):
+            return None
+        if not all(layer.weight.requires_grad for layer in layers):
             return None
         maps = [(layer.weight, layer.bias) for layer in layers[:-1]]
         hidden = layers[-1].in_features

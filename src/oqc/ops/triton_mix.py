@@ -153,7 +153,7 @@ def backward(
 ) -> Tensor:
     """Writes da and dc; returns their sums over tokens, [H] or [2 H], in fp32."""
     tokens, hidden = a.shape
-    runs = min(MOST_RUNS, triton.cdiv(tokens, RUN))
+    runs = max(1, min(MOST_RUNS, triton.cdiv(tokens, RUN)))
     right, dright = (a, da) if c is None or dc is None else (c, dc)
     sums = db.new_empty(runs, hidden if c is None else 2 * hidden, dtype=torch.float32)
     _mix_backward[(triton.cdiv(hidden, BLOCK_H), runs)](

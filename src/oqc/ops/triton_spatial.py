@@ -410,7 +410,7 @@ def backward(
     hidden, (rows, columns) = a.shape[1], grid
     strips, width = _strips(columns, COLUMNS if columns <= COLUMNS else COLUMNS_CUT)
     images, blocks = a.shape[0] // tokens, triton.cdiv(hidden, CHANNELS)
-    share = triton.cdiv(images * strips, max(1, processors(a.device) * WARPS_PER_SM // blocks))
+    share = max(1, triton.cdiv(images * strips, max(1, processors(a.device) * WARPS_PER_SM // blocks)))
     groups = triton.cdiv(images * strips, share)
     partial = torch.empty(groups, 22 * hidden, device=a.device, dtype=torch.float32)
     _spatial_backward[(blocks * groups,)](
