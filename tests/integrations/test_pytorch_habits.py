@@ -216,60 +216,111 @@ def test_fsdp2_trains_like_one_process():
     mp.spawn(_fsdp_worker, (2, _free_port()), nprocs=2)
 
 
-def _mlp(host):
+def _mlp(host, complement="lowrank", init="paper"):
     torch.manual_seed(0)
     if host == "swiglu":
-        return oqc.OQCFFN(16, 32, host="swiglu", complement="full", rank=8, backend="triton")
+        return oqc.OQCFFN(16, 32, host="swiglu", complement=complement, rank=8, init=init, backend="triton")
     layer = {"gelu": timm.layers.Mlp, "packed": timm.layers.GluMlp, "swiglu_timm": timm.layers.SwiGLU}[host]
     module = layer(16, 64 if host == "packed" else 32)
-    inject(module, "lowrank", rank=8, init="paper", backend="triton", seed=0)
+    inject(module, complement, rank=8, init=init, backend="triton", seed=0)
+    if init == "identity":
+        nn.init.constant_(module.complement.alpha, 0.7)
     return module
 
 
-@pytest.mark.parametrize("host", ["gelu", "packed", "swiglu_timm", "swiglu"])
-def test_in_training_one_operator_is_the_whole_network(host, monkeypatch):
-    """For MLPs and GLUs whose activation the kernels have; it agrees with the literal equations."""
+def _as_reference(module):
+    twin = copy.deepcopy(module)
+    setattr(twin, "oqc_backend" if hasattr(twin, "oqc_backend") else "backend", "reference")
+    return twin
+
+
+def _output_and_gradients(module, x):
+    y = module(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the operator of a whole network ran."""
     from oqc.ops import operators
 
-    module, calls = _mlp(host), []
-    ffn = operators.ffn
-    monkeypatch.setattr(operators, "ffn", lambda *args: calls.append(1) or ffn(*args))
-    twin = copy.deepcopy(module)
-    for part in (twin, twin.host) if host == "swiglu" else (twin,):
-        for name in ("backend", "oqc_backend"):
-            if hasattr(part, name):
-                setattr(part, name, "reference")
+    found, ffn = [], operators.ffn
+    monkeypatch.setattr(operators, "ffn", lambda *args: found.append(1) or ffn(*args))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host", "complement", "init"),
+    [
+        ("gelu", "lowrank", "paper"),
+        ("gelu", "shared", "paper"),
+        ("gelu", "lowrank", "identity"),
+        ("packed", "dynamic", "paper"),
+        ("swiglu_timm", "lowrank", "paper"),
+        ("swiglu", "full", "paper"),
+    ],
+)
+def test_in_training_one_operator_is_the_whole_network(host, complement, init, calls):
+    """For MLPs and GLUs whose activation the kernels have; it agrees with the literal equations."""
+    module = _mlp(host, complement, init)
     x = torch.randn(2, 9, 16, requires_grad=True)
-    results = []
-    for one in (module, twin):
-        y = one(x)
-        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *one.parameters()])])
+    ours = _output_and_gradients(module, x)
     assert calls == [1]
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for one, other in zip(ours, _output_and_gradients(_as_reference(module), x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(module(x), results[0][0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(module(x), ours[0], rtol=1e-5, atol=1e-6)
     assert calls == [1]  # which would join all weights for one product
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), results[0][0], rtol=1e-5, atol=1e-6)
+    y = compiled(x)
+    for one, other in zip([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])], ours, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", ["hook", "activation", "dropout", "frozen"])
-def test_what_is_not_plain_is_left_to_the_host(change, monkeypatch):
-    from oqc.ops import operators
+CHANGES = ["hook", "hook on act", "hook on complement", "forward", "other act", "new act", "dropout", "frozen", "dtype"]
 
-    def never(*args):
-        raise AssertionError("the operator has no such host")
 
-    monkeypatch.setattr(operators, "ffn", never)
-    module = timm.layers.Mlp(
-        16, 32, act_layer=nn.Tanh if change == "activation" else nn.GELU, drop=0.1 if change == "dropout" else 0.0
-    )
-    inject(module, "lowrank", rank=8, backend="triton", seed=0)
-    seen = []
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_not_plain_is_left_to_the_host(change, calls):
+    module, seen = timm.layers.Mlp(16, 32, drop=0.1 if change == "dropout" else 0.0), []
+    if change == "other act":
+        module.act = nn.Tanh()
+    inject(module, "lowrank", rank=8, init="paper", backend="triton", seed=0)
+    part = {"hook": module.fc1, "hook on act": module.act, "hook on complement": module.complement}.get(change)
+    if part is not None:
+        part.register_forward_hook(lambda *args: seen.append(1))
+    if change == "forward":
+        module.fc1.forward = lambda x: seen.append(1) or nn.functional.linear(x, module.fc1.weight)
+    if change == "new act":
+        module.act = nn.ReLU()
     if change == "frozen":
         oqc.trainable(module, "complement")
-    if change == "hook":
-        module.fc1.register_forward_hook(lambda *args: seen.append(1))
-    module(torch.randn(2, 9, 16, requires_grad=True)).sum().backward()
-    assert len(seen) == (change == "hook")
+    x = torch.randn(2, 9, 16, requires_grad=True)
+    if change == "dtype":
+        with pytest.raises(RuntimeError, match="dtype"):
+            module.bfloat16()(x)
+    else:
+        y = module(x)
+        assert len(seen) == (change == "forward" or part is not None)
+        y.sum().backward()
+        if change != "dropout":
+            torch.testing.assert_close(y, _as_reference(module)(x), rtol=1e-5, atol=1e-6)
+    assert not calls
+
+
+def test_a_sharded_branch_is_left_to_its_own_forward():
+    """The branch gathers its weights when it is called; the operator would take the shards."""
+    mp.spawn(_sharded_branch_worker, (1, _free_port()), nprocs=1)
+
+
+def _sharded_branch_worker(rank, world, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    for module in (_mlp("gelu"), oqc.OQCFFN(16, 32, host="afbo", complement="lowrank", rank=8, grid=(3, 3))):
+        expected = module(torch.ones(2, 9, 16))
+        fully_shard(module.complement, mesh=mesh)
+        y = module(torch.ones(2, 9, 16))
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+        y.sum().backward()
+        assert all(type(p.grad).__name__ == "DTensor" for p in module.complement.parameters())
+    dist.destroy_process_group()

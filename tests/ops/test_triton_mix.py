@@ -49,5 +49,15 @@ def test_activations_are_known_by_what_they_do() -> None:
     }  # fmt: skip
     assert {name: activation_name(act) for name, act in known.items()} == {name: name for name in known}
     assert set(known) == set(ACTIVATIONS) == set(triton_mix.ACTIVATIONS)
-    for other in (nn.Tanh(), nn.LeakyReLU(), nn.Softmax(-1), nn.Linear(3, 3), nn.RReLU()):
+    clipped = nn.Sequential(nn.GELU(), nn.Hardtanh(-10, 10))
+    others = (nn.Tanh(), nn.LeakyReLU(), nn.Softmax(-1), nn.Linear(3, 3), nn.RReLU(), nn.PReLU(init=0.0), clipped)
+    state = torch.get_rng_state()
+    for other in (*others, lambda x: x.transpose(1, 2)):
         assert activation_name(other) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_relu_passes_on_what_is_not_a_number() -> None:
+    a, out = torch.tensor([[torch.nan, 1.0, -1.0]], device=DEVICE), torch.empty(1, 3, device=DEVICE)
+    triton_mix.forward(a, None, "relu", out=out)
+    assert out.isnan().tolist() == [[True, False, False]]

@@ -109,7 +109,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_afbo_agrees_with_the_oracle(case: Case, dtype: torch.dtype, check: Any) -> None:
+def test_networks_agree_with_the_oracle(case: Case, dtype: torch.dtype, check: Any) -> None:
     check(case, ours, dtype, FEW_SHAPES[: 1 if dtype is torch.bfloat16 and operators.INTERPRETED else 3])
 
 
@@ -165,7 +165,7 @@ def test_three_hundred_shapes(case: Case, dtype: torch.dtype, check: Any) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_a_hundred_awkward_shapes(case: Case, dtype: torch.dtype, check: Any) -> None:
+def test_awkward_shapes_of_networks(case: Case, dtype: torch.dtype, check: Any) -> None:
     check(case, ours, dtype, awkward_shapes(case))
 
 

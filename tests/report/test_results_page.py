@@ -126,6 +126,12 @@ def test_a_page_says_calibrated_only_where_a_shorter_schedule_was_tried_and_miss
     assert "| 60, frozen | 64.25 ± 0.07 | 2 | +0.00 |" in text
 
 
+def test_other_schedules_alone_are_called_that():
+    text = results_page([run("cifar100_afbo_45epochs", seed, 63.0) for seed in range(2)]).text
+    assert "Only other schedules of the baseline are run yet" in text
+    assert "This is not the frozen protocol" not in text
+
+
 def test_no_runs_at_all():
     page = results_page([])
     assert "Nothing is run yet" in page.text

@@ -285,7 +285,7 @@ def cifar100_vit_tiny_pr() -> Run:
 def cifar100_afbo_45epochs() -> Run:
     """AFBO+PR for 45 epochs: 6.37 M parameters. `oqc reproduce calibration`. Paper: no such run.
 
-    Ours: 63.53 ± 0.47 over 3 seeds, 73 s a run on one NVIDIA H200.
+    Ours: 63.53 ± 0.47 over 3 seeds, 36 s a run on one NVIDIA H200.
     """
     return _cifar100(FFN(), train=replace(CIFAR100_TRAIN, epochs=45))
 
@@ -293,7 +293,7 @@ def cifar100_afbo_45epochs() -> Run:
 def cifar100_afbo_50epochs() -> Run:
     """AFBO+PR for 50 epochs: 6.37 M parameters. `oqc reproduce calibration`. Paper: no such run.
 
-    Ours: 63.62 ± 0.32 over 3 seeds, 81 s a run on one NVIDIA H200.
+    Ours: 63.62 ± 0.32 over 3 seeds, 40 s a run on one NVIDIA H200.
     """
     return _cifar100(FFN(), train=replace(CIFAR100_TRAIN, epochs=50))
 

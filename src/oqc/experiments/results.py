@@ -17,6 +17,7 @@ from oqc.experiments.sections import (
     mechanism_section,
     suite_section,
 )
+from oqc.experiments.suites import SUITES
 from oqc.report import Record, paper_figures, rows, table
 from oqc.report.figures import COLORS, accuracy_over_epochs
 from oqc.report.files import write_whole
@@ -121,6 +122,8 @@ def _trained(records: Sequence[Record]) -> str:
 def _how(of: Comparison) -> str:
     if not of.records:
         return "Nothing is run yet: `oqc reproduce all` and `make results` fill this page.\n"
+    if {record["preset"] for record in of.records} <= set(SUITES["calibration"]) - {AFBO}:
+        return "Only other schedules of the baseline are run yet ([calibration](#calibration)).\n"
     if protocol_of(config_of(of.frozen[0])) != protocol_of(PRESETS[AFBO]()):
         how = "This is not the frozen protocol."
     elif is_calibrated(of):

@@ -68,13 +68,13 @@ def _in_turn(
     def build(job: Job) -> Built:
         return Built(job, device, watch(job))
 
-    with room_for_compiled_models(), _compiling_ahead(todo, device):
+    with room_for_compiled_models(), _compiling_ahead(todo, device) as compiling:
         group = [build(job) for job in itertools.islice(jobs, 1)]
         at_once = _faster_together(group[0], len(todo)) if group else 1
         while group:
             group += [build(job) for job in itertools.islice(jobs, at_once - len(group))]
-            if len(group) > 1:
-                for one in group:
+            for one in group:
+                if not compiling():  # which would share the device
                     one.measure_alone()
             if stop.signal is not None:  # came while these were built
                 return
@@ -120,15 +120,15 @@ def _trainer(built: Built) -> Trainer:
 
 
 @contextlib.contextmanager
-def _compiling_ahead(todo: Sequence[Job], device: torch.device) -> Iterator[None]:
+def _compiling_ahead(todo: Sequence[Job], device: torch.device) -> Iterator[Callable[[], bool]]:
     """Has a process of its own compile what later models need, while the first one trains. PyTorch and Triton keep
-    compiled code on disk, where this process finds it when it gets there."""
+    compiled code on disk, where this process finds it when it gets there. Gives a function: is it still at it?"""
     later = list({job.run.model: job for job in todo}.values())[1:]
     process = multiprocessing.get_context("spawn").Process(target=_compile, args=(later, device))
     if later:
         process.start()
     try:
-        yield
+        yield process.is_alive if later else lambda: False
     finally:
         if later:
             process.terminate()

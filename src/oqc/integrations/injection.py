@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oqc import seeding
+from oqc import ops, seeding
 from oqc.config import BACKENDS, check_choice
 from oqc.integrations.finding import Found, find, quantised
 from oqc.integrations.layouts import Layout
@@ -37,7 +37,7 @@ class Injected(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         layout, branch, backend = self.oqc_layout, self.complement, self.oqc_backend
         x, up, out = layout.enter(self, x), layout.up(self), layout.project(self)
-        y = branch.network(x, up, layout.act_name, out, backend, gate_last=layout.mix == "gate_last")
+        y = branch.network(x, up, layout.activation(self), out, backend, gate_last=layout.mix == "gate_last")
         if y is None:
             maps, b = layout.hidden(self, tuple([layer(x) for layer in up]))
             y = branch(x, maps, b, out, backend)
@@ -134,6 +134,7 @@ def remove(model: nn.Module) -> None:
             module.complement, module.backend = None, module.options["backend"]
         elif isinstance(module, Injected):
             module.__class__ = module.oqc_base  # type: ignore[assignment]
+            vars(module.oqc_layout.activation(module)).pop("oqc_name", None)
             del module.complement, module.oqc_layout, module.oqc_backend
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "oqc"):
@@ -194,6 +195,8 @@ def _attach(one: Found, branch: Complement, backend: str) -> None:
     if isinstance(module, OQCFFN):
         module.complement, module.backend = branch, backend
         return
+    assert one.layout is not None
+    ops.mark_activation(one.layout.activation(module))
     module.complement = branch
     module.oqc_layout, module.oqc_backend = one.layout, backend  # type: ignore[assignment]
     module.__class__ = injected_class(type(module))

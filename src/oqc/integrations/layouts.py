@@ -8,7 +8,6 @@ to be known by name, and a module that does something else is left alone instead
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from oqc.ops import activation_name
 from oqc.ops.plain import ACTIVATIONS
 from oqc.ops.reference import Map
 
@@ -42,7 +40,6 @@ class Layout:
     before: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    act_name: str | None = None  # of `act`, where kernels have it
 
     def enter(self, module: nn.Module, x: Tensor) -> Tensor:
         """What the maps read."""
@@ -53,11 +50,13 @@ class Layout:
     def up(self, module: nn.Module) -> list[nn.Module]:
         return [module._modules[name] for name in self.maps]  # type: ignore[misc]
 
+    def activation(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        act = module._modules.get(self.act)
+        return FUNCTIONS[self.act] if act is None else act
+
     def hidden(self, module: nn.Module, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
         """From what `up` gives: the maps, a packed one in its two halves, and b."""
-        parts = module._modules
-        act = parts[self.act] if self.act in parts else FUNCTIONS[self.act]
-        assert act is not None
+        act = self.activation(module)
         if self.mix == "plain":
             return outputs, act(outputs[0])
         maps = outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs
@@ -178,11 +177,7 @@ def recognise(module: nn.Module, split: bool = False) -> Layout | None:
     if first is None:
         return None
     probe = _random_copy(module)
-    for layout in itertools.chain([first], options):
-        if _agrees(probe, layout):
-            act = probe._modules[layout.act] if layout.act in probe._modules else FUNCTIONS[layout.act]
-            return dataclasses.replace(layout, act_name=None if act is None else activation_name(act))
-    return None
+    return next((layout for layout in itertools.chain([first], options) if _agrees(probe, layout)), None)
 
 
 def _random_copy(module: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -153,35 +153,38 @@ class Complement(nn.Module):
         return self.u(x), self.v(x)
 
     def network(
-        self, x: Tensor, up: Sequence[nn.Module], act: str | None, out: object, backend: str, *, gate_last: bool = False
+        self, x: Tensor, up: Sequence[nn.Module], act: object, out: object, backend: str, *, gate_last: bool = False
     ) -> Tensor | None:
         """out(b + gate * delta) with b = act(A x), or act(A x) * B x, by one operator; None where it does not run.
 
         `up` are the host's layers that read x: A, A and B, or one that packs both. It is for training all of them:
         joining the weights of all maps costs more than it spares without gradients, and frozen ones need none.
         """
-        if act is None or self.merged is not None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.merged is not None or not ops.fused.chosen(backend, x, self.rank):
             return None
-        if not ops.fused.chosen(backend, x, self.rank) or not self.fuses(*up, out):
+        name, layers = ops.activation_in_use(act), cast(list[nn.Linear], [*up, out])
+        if name is None or not self.fuses(x, *layers) or not all(layer.weight.requires_grad for layer in layers):
             return None
-        layers: Any = (*up, out)
-        if not all(type(layer) is nn.Linear and type(layer.weight) in (Tensor, nn.Parameter) for layer in layers):
-            return None
-        if not all(layer.weight.requires_grad for layer in layers):
-            return None
-        maps = [(layer.weight, layer.bias) for layer in layers[:-1]]
-        hidden = layers[-1].in_features
-        if len(maps) == 1 and len(maps[0][0]) == 2 * hidden:
+        *ups, down = layers
+        maps: list[tuple[Tensor, Tensor | None]] = [(layer.weight, layer.bias) for layer in ups]
+        if len(maps) == 1 and ups[0].out_features == 2 * down.in_features:
             (weight, bias) = maps[0]
             maps = list(zip(weight.chunk(2), (None, None) if bias is None else bias.chunk(2), strict=True))
         maps = maps[::-1] if gate_last else maps
-        return ops.fused.ffn_mix(x, maps, layers[-1].weight, layers[-1].bias, act=act, **self.fused_options(x))
+        return ops.fused.ffn_mix(x, maps, down.weight, down.bias, act=name, **self.fused_options(x))
 
-    def fuses(self, *layers: object) -> bool:
-        """Whether one operator can take these layers of the host and the branch's: all are plain."""
-        if self.alpha is not None and self.gate_map is not None:
+    def fuses(self, x: Tensor, *layers: object) -> bool:
+        """Whether one operator can take these layers of the host and the branch's: plain ones, with their weights at
+        hand (not sharded) in x's dtype, or any under autocast."""
+        if ops.has_hooks(self) or (self.alpha is not None and self.gate_map is not None):
             return False
-        return ops.is_plain(*layers, *self.children())
+        every = [*layers, *self.children()]
+        if not ops.is_plain(*every):
+            return False
+        weights = [layer.weight for layer in every if isinstance(layer, (nn.Linear, nn.Conv2d))]
+        if not all(type(weight) in (Tensor, nn.Parameter) for weight in weights):
+            return False
+        return torch.is_autocast_enabled(x.device.type) or all(weight.dtype == x.dtype for weight in weights)
 
     def fused_options(self, x: Tensor) -> dict[str, Any]:
         """The branch, as `ops.fused` takes it."""

@@ -105,7 +105,7 @@ class OQCFFN(nn.Module):
         if complement is None:
             return self._leave(host.project(host.mix(*host.maps(x))))
         out = host.project if host.between() else host.fc2
-        y = complement.network(x, host.up(), host.act_name, out, self.backend)
+        y = complement.network(x, host.up(), getattr(host, "act", None), out, self.backend)
         if y is None:
             maps = host.maps(x)
             y = complement(x, maps, host.mix(*maps), out, self.backend)
@@ -140,7 +140,7 @@ class OQCFFN(nn.Module):
         if not ops.fused.chosen(self.backend, x, 0 if branch is None else branch.rank):
             return False
         layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
-        return ops.is_plain(*layers) if branch is None else branch.fuses(*layers)
+        return ops.is_plain(*layers) if branch is None else branch.fuses(x, *layers)
 
     def _fused(self, x: Tensor, folded: ops.fused.Folded | None) -> Tensor:
         host: Any = self.host

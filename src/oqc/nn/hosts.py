@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oqc.config import HOSTS, check_choice
-from oqc.ops import activation_name
+from oqc.ops import mark_activation
+from oqc.ops.plain import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -25,7 +26,7 @@ class Host(nn.Module):
     """What every host has: the output projection and what timm's Mlp puts around it."""
 
     fc2: nn.Linear
-    act_name: str | None = None  # of the activation between the maps and b, where kernels have it
+    act: Any  # what stands between the maps and b, where that is all
 
     def __init__(self, hidden: int, out: int, bias: bool, drop: float, norm_layer: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class MLP(Host):
         super().__init__(hidden, out, bias, **kwargs)
         self.fc1 = nn.Linear(width, hidden, bias=bias, **_factory(kwargs))
         self.act = act()
-        self.act_name = activation_name(self.act)
+        mark_activation(self.act)
 
     @staticmethod
     def parameters_of(width: int, hidden: int, out: int, bias: bool = True, groups: int = 1) -> int:
@@ -82,7 +83,7 @@ class GLU(Host):
         super().__init__(hidden, out, bias, **kwargs)
         self.fc1_g = nn.Linear(width, hidden, bias=bias, **_factory(kwargs))
         self.fc1_x = nn.Linear(width, hidden, bias=bias, **_factory(kwargs))
-        self.act, self.act_name = act, activation_name(act)
+        self.act = act
 
     @staticmethod
     def parameters_of(width: int, hidden: int, out: int, bias: bool = True, groups: int = 1) -> int:
@@ -222,16 +223,12 @@ def _factory(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in ("device", "dtype") if name in kwargs}
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
 GATES: dict[str, Activation] = {
-    "glu": torch.sigmoid,
-    "bilinear": _identity,
-    "reglu": F.relu,
-    "geglu": F.gelu,
-    "swiglu": F.silu,
+    "glu": ACTIVATIONS["sigmoid"],
+    "bilinear": ACTIVATIONS["identity"],
+    "reglu": ACTIVATIONS["relu"],
+    "geglu": ACTIVATIONS["gelu"],
+    "swiglu": ACTIVATIONS["silu"],
 }
 
 

@@ -1,6 +1,7 @@
 """Feed-forward networks over the fused kernels, with merged GEMMs: the triton backend.
 
-With C = 2 H + 2 padded R (+ 16 for a gate per token), T tokens and S = [W M; P 0; 0 G] of the weights (`triton_fold`):
+With C = 2 H (H for a host of one map) + 2 padded R (+ 16 for a gate per token), T tokens and S = [W M; P 0; 0 G] of the
+weights (`triton_fold`):
 
     proj [T, C] = x [A; B; U; V; gate]^T     one GEMM reads x
     b    [T, H] = a kernel of proj's first columns: AFBO's spatial part (`triton_spatial`), or an activation, with a

@@ -319,9 +319,9 @@ def _ffn_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         part if item is None else part.view_as(item).to(item.dtype) for part, item in zip(parts, taps, strict=True)
     )
     sums = flat[-maps_of(form) * hidden :]
-    dbias_in, dbias, dgate = sums, ends, ends.sum().view(1)
-    dexact = None
+    dbias_in, dbias, dgate, dexact = sums, ends, ends, None
     if form.space != "host":
+        dgate = ends.sum().view(1)
         dexact, dbias = split_dstack(dstack, args[8], dy.shape[1])
         dstack = None
     if bias_in is not None:
@@ -330,7 +330,7 @@ def _ffn_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
             dbias_in = torch.cat([dbias_in[:-GATE_COLUMNS], F.pad(dgate, (0, GATE_COLUMNS - 1))])
         dbias_in = dbias_in.to(bias_in.dtype)
     dbias = dbias if bias is None else dbias.to(bias.dtype)
-    dgate = dgate if gate is None else dgate.view_as(gate)
+    dgate = dgate if gate is None or form.space == "host" else dgate.view_as(gate)
     return dx, dweight, dbias_in, *dtaps, dstack, dexact, dbias, dgate
 
 

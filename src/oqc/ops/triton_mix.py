@@ -40,7 +40,7 @@ def _act(x, ACT: tl.constexpr):
         share = 1.0 / (1.0 + tl.exp(-steep * x))
         value, slope = x * share, share + steep * x * share * (1.0 - share)
     elif ACT == RELU:
-        value, slope = tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
+        value, slope = tl.where(x <= 0.0, 0.0, x), tl.where(x > 0.0, 1.0, 0.0)  # what is not a number stays so
     elif ACT == SIGMOID:
         value = 1.0 / (1.0 + tl.exp(-x))
         slope = value * (1.0 - value)

@@ -2,7 +2,8 @@
 
 A record has `preset`, `seed`, `best`, `final` (test accuracy in percent), `parameters`, `images_per_s`, `per_epoch`
 (a list of test accuracies with their epoch), `mechanism` (the metrics of docs/metrics.md), `config` and `environment`;
-runs of a suite also have `seconds` (training and evaluation) and `at_once`, how many runs shared the device.
+runs of a suite also have `seconds` (training and evaluation), `at_once`, how many runs shared the device, and on a GPU
+`images_per_s_alone`, of bare steps before the run, where nothing else used the device.
 """
 
 from __future__ import annotations
@@ -104,8 +105,9 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def speed_of(record: Record) -> float | None:
-    """The model's own training throughput: the run's or, where it shared its device, as measured alone before it."""
-    return record["images_per_s"] if record.get("at_once", 1) == 1 else record.get("images_per_s_alone")
+    """The model's own training throughput: as measured alone, else the run's where it had the device to itself."""
+    alone: float | None = record.get("images_per_s_alone")
+    return record["images_per_s"] if alone is None and record.get("at_once", 1) == 1 else alone
 
 
 def _row(preset: str, group: Sequence[Record]) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def _row(preset: str, group: Sequence[Record]) -> dict[str, Any]:
         return None if None in values else statistics.fmean(values)
 
     speeds = [speed for speed in map(speed_of, group) if speed is not None]
-    seconds = [record["seconds"] for record in group if "seconds" in record]
+    seconds = [record["seconds"] / record.get("at_once", 1) for record in group if "seconds" in record]
     return {
         "preset": preset,
         "seeds": len(group),
