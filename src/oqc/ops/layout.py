@@ -114,3 +114,15 @@ def both_columns(stack: Tensor, form: Form) -> int:
 def z_columns(stack: Tensor, form: Form) -> int:
     """Of [z | 1], which ends as [b | z | 1] does."""
     return both_columns(stack, form) - stack.shape[1] + padded_rank(form)
+
+
+def place_of(form: Form) -> dict[str, Any]:
+    """What the spatial kernels are told of the tokens' grid."""
+    tokens = form.prefix + form.rows * form.columns
+    return {"tokens": tokens, "grid": (form.rows, form.columns), "prefix": form.prefix}
+
+
+def kind_of(form: Form) -> dict[str, Any]:
+    """What the complement's kernels are told."""
+    named = {"rank": form.rank, "space": form.space, "normalise": form.normalise}
+    return {**named, "gate_kind": form.gate, "eps": form.eps}

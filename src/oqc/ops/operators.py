@@ -30,8 +30,10 @@ from oqc.ops.layout import (
     gate_parts,
     gram_of,
     hidden_of,
+    kind_of,
     maps_of,
     padded_rank,
+    place_of,
     saved_shapes,
     split,
     split_dstack,
@@ -118,14 +120,14 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
         both = x.new_empty(x.shape[0], both_columns(stack, form))  # [b | z | 1], b alone without a complement
         b, z = both[:, :hidden], both[:, hidden:]
         if form.mix == "afbo":
-            triton_spatial.forward(a, c, (tap_a, bias_a, tap_c, bias_c), **_place(form), out=b)
+            triton_spatial.forward(a, c, (tap_a, bias_a, tap_c, bias_c), **place_of(form), out=b)
         else:
             triton_mix.forward(a, c, form.mix, out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
         host = x.new_empty(0)
         if form.space != "host":
             branch = (u, v, gate if logit is None else logit[:, 0], stack, gram_of(exact, form))
-            saved = triton_complement.coefficients(b, *branch, **_kind(form), save=form.save, out=z)
+            saved = triton_complement.coefficients(b, *branch, **kind_of(form), save=form.save, out=z)
         rows = stack[: width_of(stack.shape[0], form)]
         if form.space == "hidden":
             host = b @ rows[:, :hidden].T
@@ -160,12 +162,14 @@ def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
             if form.shared:  # added to the host's own below
                 du, dv = torch.empty_like(u), torch.empty_like(v)
             branch = (host, u, v, gate if logit is None else logit[:, 0], triton_complement.Saved(*saved), stack)
-            stacked, dpower, ends = triton_complement.gradients(dy, *branch, **_kind(form), du=du, dv=dv, dgate=dlogit)
+            stacked, dpower, ends = triton_complement.gradients(
+                dy, *branch, **kind_of(form), du=du, dv=dv, dgate=dlogit
+            )
         rows = stack.shape[0] - (0 if exact is None else padded_rank(form))  # all but G's
         db = stacked[:, :rows] @ stack[:rows, :hidden]
         if form.mix == "afbo":
             taps = (tap_a, bias_a, tap_c, bias_c)
-            flat = triton_spatial.backward(db, dpower, a, c, taps, **_place(form), da=da, dc=dc)
+            flat = triton_spatial.backward(db, dpower, a, c, taps, **place_of(form), da=da, dc=dc)
         else:
             flat = triton_mix.backward(db, dpower, a, c, form.mix, da=da, dc=dc)
         if form.shared:
@@ -192,7 +196,7 @@ def complement(*args: Any) -> tuple[Tensor, ...]:
         host = b @ stack[:rows, :hidden].T
         z = b.new_empty(b.shape[0], z_columns(stack, form))
         saved = triton_complement.coefficients(
-            *(b, u, v, gate, stack, gram_of(exact, form)), **_kind(form), save=form.save, out=z, t=host[:, width:]
+            *(b, u, v, gate, stack, gram_of(exact, form)), **kind_of(form), save=form.save, out=z, t=host[:, width:]
         )
         kept = form.space == "hidden" and form.save
         out = b.new_empty(b.shape[0], width) if kept or rows > width else host
@@ -216,7 +220,7 @@ def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
         dgate = torch.empty_like(gate)
         stacked, dpower, ends = triton_complement.gradients(
             *(dy, host, u, v, gate, triton_complement.Saved(*saved), stack),
-            **_kind(form),
+            **kind_of(form),
             du=du,
             dv=dv,
             dgate=dgate if form.gate == "token" else None,
@@ -367,16 +371,6 @@ complement.register_autograd(_differentiate(plain.complement, _complement_gradie
 
 
 # Small things.
-
-
-def _place(form: Form) -> dict[str, Any]:
-    tokens = form.prefix + form.rows * form.columns
-    return {"tokens": tokens, "grid": (form.rows, form.columns), "prefix": form.prefix}
-
-
-def _kind(form: Form) -> dict[str, Any]:
-    named = {"rank": form.rank, "space": form.space, "normalise": form.normalise}
-    return {**named, "gate_kind": form.gate, "eps": form.eps}
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
