@@ -681,7 +681,7 @@ def gradients(
     lanes = _blocks(padded)
     block_t, small_t = 64 if half else 32, gradient_tokens(rank)
     used = width + padded * (1 if space == "none" else 2)
-    apart = half and width > SHORT_LOOP
+    apart = half and width > SHORT_LOOP and not lanes["BLOCK_S"]  # with two tiles dy is in two products at once
     stacked = dy.new_empty(tokens, used + -used % 64)
     dpower = dy.new_empty(tokens, dtype=torch.float32) if space == "hidden" else None
     dkappa = torch.empty_like(saved.keep)
