@@ -24,6 +24,7 @@ from oqc.report import Record, read_records, rows
 from oqc.report.files import write_whole
 from oqc.report.markdown import markdown_table, number, plural, signed, spread
 from oqc.report.provenance import machine_of
+from oqc.report.statistics import Finding
 
 ROOT = Path(__file__).resolve().parent.parent
 README, PRESETS = "README.md", "src/oqc/experiments/presets.py"
@@ -82,7 +83,7 @@ def _lead(of: Comparison) -> str:
 
 def _verdicts(of: Comparison) -> str:
     asked, own = findings.of_paper(of), findings.of_ours(of)
-    if not of.records:
+    if not any(isinstance(found, Finding) for found in of.findings.values()):
         return f"[docs/results.md](docs/results.md) lists the {len(asked)} claims that the runs will test."
     return (
         f"Of {len(asked)} claims of the paper: {findings.counts(asked)}. Of {len(own)} questions we ask beside it, such"

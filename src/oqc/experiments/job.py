@@ -55,7 +55,7 @@ class Built:
         self.alone: float | None = None  # images/s
 
     def measure_alone(self) -> None:
-        """The throughput of bare steps, before the run shares its device with others."""
+        """The throughput of bare steps; for when nothing else uses the device."""
         self.trainer.prepare()  # its summary has the time
         began = time.perf_counter()
         self.alone = replay_rate([self.trainer], ALONE)

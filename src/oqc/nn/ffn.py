@@ -194,8 +194,6 @@ def fold_together(modules: Sequence[object], x: Tensor) -> Sequence[ops.fused.Fo
     if len(layers) < len(modules) or len(kinds) != 1 or not all(layer._is_one_operator(x) for layer in layers):
         return [None] * len(modules)
     weights = [layer.host.fc2.weight for layer in layers]
-    if not all(type(weight) in (Tensor, nn.Parameter) for weight in weights):
-        return [None] * len(modules)
     projects = [None if branch.project is None else branch.project.weight for branch in branches]
     lifts = [branch.lift.weight for branch in branches]
     return ops.fused.fold(weights, lifts, projects, branches[0].kind.space, ops.fused.compute_dtype(x))
