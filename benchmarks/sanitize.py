@@ -1,23 +1,27 @@
 """Launches every kernel, forward and backward, at small awkward shapes: a program for NVIDIA's compute-sanitizer.
 
     for i in $(seq 0 9); do python benchmarks/sanitize.py --part $i/10 & done; wait
-    python benchmarks/sanitize.py --list
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \\
-        --log-file results/parity/memcheck-nvidia-h200.txt python benchmarks/sanitize.py
+    python benchmarks/sanitize.py --tool memcheck
 
-The first line only fills Triton's cache, which would take minutes in one process; the second prints the kernels that
-ran. Without the allocator's cache every tensor is an allocation of its own, whose ends the tool knows. `--tool
-racecheck` looks at shared memory. Without a GPU the kernels run under Triton's interpreter, if TRITON_INTERPRET=1 is
-set.
+The first line only fills Triton's cache, which would take minutes in one process. The second runs this program under
+the tool and writes results/parity/<tool>-<gpu>.txt: where it ran, which kernels ran, what the tool said. `--list`
+prints the kernels alone. Without the allocator's cache every tensor is an allocation of its own, whose ends the tool
+knows. `--tool racecheck` looks at shared memory. Without a GPU the kernels run under Triton's interpreter, if
+TRITON_INTERPRET=1 is set.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from torch import nn
 from oqc import ops
 from oqc.nn import OQCFFN
 from oqc.ops import operators
+from oqc.train.environment import environment
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 SMALL = {"hidden": 41, "rank": 5, "grid": (3, 5)}
@@ -79,11 +84,36 @@ def launches(device: torch.device) -> list[Callable[[], None]]:
     ]
 
 
+def under(tool: str, folder: Path) -> int:
+    """Runs this program under the tool and records what it said; the tool's exit status."""
+    if shutil.which("compute-sanitizer") is None:
+        raise SystemExit("compute-sanitizer is not installed; it comes with NVIDIA's CUDA toolkit")
+    here = environment(torch.device("cuda"))
+    listed = subprocess.run([sys.executable, __file__, "--list"], check=True, capture_output=True, text=True).stdout
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log.txt"
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", "--log-file", str(log)]
+        uncached = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        status = subprocess.run([*command, sys.executable, __file__], env=uncached).returncode
+        said = log.read_text()
+    parts = {"driver": here["driver"], **here["versions"], "commit": here["commit"]}
+    place = ", ".join([here["gpu"], *(f"{name} {value}" for name, value in parts.items())])
+    folder.mkdir(parents=True, exist_ok=True)
+    name = here["gpu"].lower().replace(" ", "-")
+    (folder / f"{tool}-{name}.txt").write_text(f"{place}\nlaunches of benchmarks/sanitize.py:\n{listed}{said}")
+    print(said.splitlines()[-1])
+    return status
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print our kernels that ran; 1 if one did not")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th launch alone, from the I-th on")
+    parser.add_argument("--tool", help="memcheck, racecheck, initcheck or synccheck: run under it and record that")
+    parser.add_argument("--out", type=Path, default=Path("results/parity"))
     args = parser.parse_args()
+    if args.tool:
+        return under(args.tool, args.out)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not operators.on_kernels(torch.zeros(1, device=device)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
-LAYOUT = 4  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
+LAYOUT = 5  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
 
 
 class Form(NamedTuple):
@@ -89,11 +89,11 @@ def dstack_shape(exact: Tensor, columns: int | None = None) -> Tensor:
 
 
 def saved_shapes(x: Tensor, y: Tensor, form: Form) -> tuple[Tensor, ...]:
-    """Those of `triton_complement.Saved`, and of W b."""
-    projected, normalised, full = form.space != "none", form.normalise, form.space == "hidden"
+    """Those of `triton_complement.Saved`, and of [W b | O^T b]."""
+    projected, normalised, full = form.space == "rank", form.normalise, form.space == "hidden"
     wide = (x.new_zeros(x.shape[0] if wanted else 0, padded_rank(form)) for wanted in (projected, normalised))
     numbers = (x.new_zeros(x.shape[0] if wanted else 0, dtype=torch.float32) for wanted in (normalised, full, full))
-    return *wide, *numbers, torch.zeros_like(y) if full else x.new_zeros(0)
+    return *wide, *numbers, x.new_zeros(x.shape[0], y.shape[1] + padded_rank(form)) if full else x.new_zeros(0)
 
 
 def split_dstack(dstack: Tensor, exact: Tensor, width: int) -> tuple[Tensor, Tensor]:

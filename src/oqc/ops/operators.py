@@ -51,7 +51,7 @@ _FFN = (
     " Tensor stack, Tensor? exact, Tensor? bias, Tensor? gate"
 )
 _COMPLEMENT = "Tensor b, Tensor u, Tensor v, Tensor gate, Tensor stack, Tensor exact, Tensor? bias"
-_SAVED = "Tensor t, Tensor gp, Tensor energy, Tensor power, Tensor keep, Tensor host"  # triton_complement.Saved, W b
+_SAVED = "Tensor t, Tensor gp, Tensor energy, Tensor power, Tensor keep, Tensor host"  # and [W b | O^T b]
 _FORM = (
     "int rows, int columns, int prefix, int rank, str space, bool normalise, str gate_kind, bool shared, str mix,"
     " bool gated, float eps, bool save, int layout"
@@ -106,7 +106,7 @@ def _plain_fold(*args: Any) -> Tensor:
 
 @_operator("ffn", f"{_FFN}, {_FORM}", 9)
 def ffn(*args: Any) -> tuple[Tensor, ...]:
-    """y; proj and [b | z | 1]; what the complement saves, and W b."""
+    """y; proj and [b | z | 1]; what the complement saves, and [W b | O^T b]."""
     x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:11]
     form = Form(*args[11:])
     hidden = hidden_of(stack, form)
@@ -124,17 +124,15 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
         else:
             triton_mix.forward(a, c, form.mix, out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
-        host = x.new_empty(0)
+        width = width_of(stack.shape[0], form)
+        host, t = _host_and_t(b, stack, form) if form.space == "hidden" else (x.new_empty(0), None)
         if form.space != "host":
             branch = (u, v, gate if logit is None else logit[:, 0], stack, gram_of(exact, form))
-            saved = triton_complement.coefficients(b, *branch, **kind_of(form), save=form.save, out=z)
-        rows = stack[: width_of(stack.shape[0], form)]
+            saved = triton_complement.coefficients(b, *branch, **kind_of(form), save=form.save, out=z, t=t)
         if form.space == "hidden":
-            host = b @ rows[:, :hidden].T
-            out = torch.empty_like(host) if form.save else host
-            y = triton_complement.combination(host, z[:, : padded_rank(form)], stack, bias, saved[-1], out)
+            y = triton_complement.combination(host[:, :width], z[:, : padded_rank(form)], stack, bias, saved[-1])
         else:
-            y = F.linear(both[:, : stack.shape[1]], rows, cast(bias, x))
+            y = F.linear(both[:, : stack.shape[1]], stack[:width], cast(bias, x))
     return (y, proj, both, *saved, host) if form.save else (y, *_empty(x, 8))
 
 
@@ -183,25 +181,22 @@ def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
 
 @_operator("complement", f"{_COMPLEMENT}, {_FORM}", 8)
 def complement(*args: Any) -> tuple[Tensor, ...]:
-    """y; [z | 1], what the complement saves, and W b."""
+    """y; [z | 1], what the complement saves, and [W b | O^T b]."""
     b, u, v, gate, stack, exact, bias = args[:7]
-    form, hidden = Form(*args[7:]), b.shape[1]
+    form = Form(*args[7:])
     if not on_kernels(b):
         return plain.complement(*args), *_complement_shapes(*args)[1:]
     from oqc.ops import triton_complement
 
     with on_device_of(b):
-        width = width_of(stack.shape[0], form)
-        rows = width + (padded_rank(form) if form.space == "rank" else 0)  # W b, and t beside it
-        host = b @ stack[:rows, :hidden].T
+        host, t = _host_and_t(b, stack, form)
         z = b.new_empty(b.shape[0], z_columns(stack, form))
         saved = triton_complement.coefficients(
-            *(b, u, v, gate, stack, gram_of(exact, form)), **kind_of(form), save=form.save, out=z, t=host[:, width:]
+            *(b, u, v, gate, stack, gram_of(exact, form)), **kind_of(form), save=form.save, out=z, t=t
         )
-        kept = form.space == "hidden" and form.save
-        out = b.new_empty(b.shape[0], width) if kept or rows > width else host
-        y = triton_complement.combination(host[:, :width], z[:, : padded_rank(form)], stack, bias, saved.keep, out)
-    return (y, z, *saved, host if kept else b.new_empty(0)) if form.save else (y, *_empty(b, 7))
+        wb = host[:, : width_of(stack.shape[0], form)]
+        y = triton_complement.combination(wb, z[:, : padded_rank(form)], stack, bias, saved.keep)
+    return (y, z, *saved, host if form.space == "hidden" else b.new_empty(0)) if form.save else (y, *_empty(b, 7))
 
 
 @_operator("complement_backward", f"Tensor dy, {_COMPLEMENT}, Tensor z, {_SAVED}, {_FORM}", 6)
@@ -383,6 +378,13 @@ def _empty(x: Tensor, count: int) -> list[Tensor]:
 
 def _like(given: Tensor | None, x: Tensor) -> Tensor:
     return x.new_empty(0) if given is None else torch.empty_like(given)
+
+
+def _host_and_t(b: Tensor, stack: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """W b with P b or O^T b beside it, from one product, and the latter."""
+    rows = stack.shape[0] - padded_rank(form)  # all but G's
+    host = b @ stack[:rows, : b.shape[1]].T
+    return host, host[:, width_of(stack.shape[0], form) :]
 
 
 def _over_tokens(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

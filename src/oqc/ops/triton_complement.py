@@ -39,6 +39,9 @@ GATES = {"scalar": 0, "token": 1, "logit": 2, "beta": 3}
 # and read by threads (stored, squared): the next tile may overwrite it too early. So such loops are not pipelined.
 UNPIPELINED = 1
 SHORT_LOOP = 256  # as wide a dy is better read once without a pipeline than twice with one
+# Triton 3.6's assembler (ptxas 12.8) leaves a register unset where two such products share an operand and no loop is
+# around them: the second reads shared memory it does not own. Up to this width there might be no loop.
+ONE_TILE = 128
 # So far from 0 that what is divided by it stays finite, so near that rounding does not tell it from 0.
 LEAST_KEEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-24, torch.float16: 2.0**-12}
 
@@ -215,27 +218,6 @@ def _zeros(BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr):
 
 
 @triton.jit
-def _through_rows(
-    acc,
-    x,
-    base,
-    stride: tl.constexpr,
-    lanes,
-    limit: tl.constexpr,
-    k,
-    k_limit: tl.constexpr,
-    PRECISION: tl.constexpr,
-    T: tl.constexpr,
-):
-    """acc + x [tokens, k] times the transpose of base [rank, k], at columns k of it."""
-    out = ()
-    for i in tl.static_range(T):
-        rows = _load_rows(base, lanes[i], lanes[i] < limit, stride, k, k_limit)
-        out = out + (_dot(x, tl.trans(rows), acc[i], PRECISION),)
-    return out
-
-
-@triton.jit
 def _through_gram(q, gram, stride: tl.constexpr, lanes, limit: tl.constexpr, PRECISION: tl.constexpr, T: tl.constexpr):
     """G q of each token. G is symmetric: its tiles are read as their transposes, as tensor cores take them."""
     out = ()
@@ -255,11 +237,10 @@ def _coefficients(
     u,  # [T, R]
     v,
     gate,
-    stack,  # S [D + 2 padded R, H + padded R]; full only
     gram,  # G [padded R, padded R] fp32, row stride gram_row
     z,  # [T, z_columns], row stride z_row: padded R of z, a one, zeros; full: z and the one divided by keep
-    given,  # P b [T, padded R], row stride given_row; not for full
-    t,  # the same, contiguous, or O^T b: written where SAVE_T
+    given,  # P b, full: O^T b [T, padded R], row stride given_row
+    t,  # the same, contiguous: written where SAVE_T
     gp,  # G p [T, padded R], p what is left of q, where SAVE and NORMALISE
     energy,  # p^T G p = |O p|^2 [T] fp32, likewise
     power,  # |b|^2 [T] fp32, full only
@@ -270,7 +251,6 @@ def _coefficients(
     hidden: tl.constexpr,
     rank: tl.constexpr,
     padded: tl.constexpr,
-    width: tl.constexpr,
     columns: tl.constexpr,  # of u and v: R, or padded R with zeros
     b_row: tl.constexpr,
     u_row: tl.constexpr,
@@ -296,17 +276,14 @@ def _coefficients(
     row = tl.arange(0, BLOCK_T)  # within the block
     live = row < tokens - first
     r = _lanes(BLOCK_R, BLOCK_S)
-    if SPACE == RANK:
+    if SPACE != NONE:
         main = _load(given + first * given_row, row, live, given_row, r, padded, TILES)
-    if SPACE == HIDDEN:  # b has to be read anyway
-        main = _zeros(BLOCK_T, BLOCK_R, BLOCK_S)
+    if SPACE == HIDDEN:
         size = tl.zeros([BLOCK_T], tl.float32)
         for start in range(0, hidden, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
-            b_k = _load_rows(b + first * b_row, row, live, b_row, k, hidden)
-            lift = stack + width * (hidden + padded)  # O^T
-            main = _through_rows(main, b_k, lift, hidden + padded, r, padded, k, hidden, PRECISION, TILES)
-            size += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
+            b_k = _load_rows(b + first * b_row, row, live, b_row, k, hidden).to(tl.float32)
+            size += tl.sum(b_k * b_k, 1)
     if SAVE_T:
         _store(t + first * padded, row, live, padded, r, padded, main, TILES)
     u_r = _load(u + first * u_row, row, live, u_row, r, columns, TILES)
@@ -345,7 +322,7 @@ def _combination(
     stack,
     bias,  # [D]
     keep,  # [T] fp32, where KEEP
-    y,  # [T, D]; may be host
+    y,  # [T, D]
     tokens,
     hidden: tl.constexpr,
     padded: tl.constexpr,
@@ -381,7 +358,7 @@ def _combination(
 @triton.jit(do_not_specialize=["tokens"])
 def _gradient_of_z(
     dy,  # [T, D]
-    host,  # W b [T, D], full only
+    host,  # W b [T, D], row stride host_row; full only
     keep,  # [T] fp32, full only
     stack,
     stacked,  # [(1 + kappa) dy | ... | dz], row stride stacked_row
@@ -391,6 +368,7 @@ def _gradient_of_z(
     padded: tl.constexpr,
     width: tl.constexpr,
     used: tl.constexpr,  # columns of stacked
+    host_row: tl.constexpr,
     stacked_row: tl.constexpr,
     KEEP: tl.constexpr,
     APART: tl.constexpr,  # whether the product has a loop of its own
@@ -422,7 +400,7 @@ def _gradient_of_z(
         if not APART:
             dz = _through(dz, dy_d, m, d, d < width, hidden + padded, r, padded, PRECISION, TILES)
         if KEEP:
-            wb = _load_rows(host + first * width, row, live, width, d, width)
+            wb = _load_rows(host + first * host_row, row, live, host_row, d, width)
             along += tl.sum(dy_d.to(tl.float32) * wb.to(tl.float32), 1)
             dy_d = (scale * dy_d.to(tl.float32)).to(dy.dtype.element_ty)
         tl.store(out + row[:, None] * stacked_row + d[None, :], dy_d, mask=live[:, None] & (d < width)[None, :])
@@ -438,7 +416,7 @@ def _gradients(
     u,
     v,
     gate,
-    t,  # [T, padded R]
+    t,  # [T, padded R], row stride t_row
     gp,
     energy,
     power,
@@ -457,6 +435,7 @@ def _gradients(
     columns: tl.constexpr,  # of u and v: R, or padded R with zeros
     u_row: tl.constexpr,
     v_row: tl.constexpr,
+    t_row: tl.constexpr,
     du_row: tl.constexpr,
     dv_row: tl.constexpr,
     gate_row: tl.constexpr,
@@ -484,7 +463,7 @@ def _gradients(
     g = _load_gate(gate, first, row, live, gate_row, GATE)
     p = q
     if SPACE != NONE:
-        t_r = _load(t + first * padded, row, live, padded, r, padded, TILES)
+        t_r = _load(t + first * t_row, row, live, t_row, r, padded, TILES)
     if SPACE == RANK:
         m, m_scale, main, share, p, p_scale = _against_main(q, t_r, rank, eps, TILES)
     if NORMALISE:
@@ -538,7 +517,7 @@ def _gradients(
 class Saved(NamedTuple):
     """What the gradients need of the forward, each empty where there is none."""
 
-    t: Tensor  # P b, or O^T b: [T, padded R]
+    t: Tensor  # P b [T, padded R]; not for full
     gp: Tensor  # G p [T, padded R], with p what is left of q
     energy: Tensor  # p^T G p = |O p|^2 [T] fp32
     power: Tensor  # |b|^2 [T] fp32, full only
@@ -553,7 +532,7 @@ class Saved(NamedTuple):
             return b.new_empty(b.shape[0] if wanted else 0, dtype=torch.float32)
 
         full, again = space == "hidden", save and normalise
-        t = wide(save and space != "none") if t is None else t
+        t = wide(save and space == "rank") if t is None else t
         return cls(t, wide(again), numbers(again), numbers(full), numbers(full))
 
 
@@ -572,7 +551,7 @@ def coefficients(
     eps: float,
     save: bool,
     out: Tensor,  # [z | 1 | 0 ...], full: divided by 1 + kappa; [T, 1 to 32 columns more than padded R], any row stride
-    t: Tensor | None = None,  # P b, where it is there already; any row stride
+    t: Tensor | None = None,  # P b, where it is there already, or O^T b; any row stride
 ) -> Saved:
     """Writes z. Returns what the gradients need; without `save` only some of it is there."""
     (tokens, hidden), padded = b.shape, gram.shape[0]
@@ -590,7 +569,6 @@ def coefficients(
         u,
         v,
         gate,
-        stack,
         gram,
         out,
         given,
@@ -601,7 +579,6 @@ def coefficients(
         hidden,
         rank,
         padded,
-        stack.shape[0] - 2 * padded,
         u.shape[1],
         b.stride(0),
         u.stride(0),
@@ -615,21 +592,21 @@ def coefficients(
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
         SAVE=save,
-        SAVE_T=save and space != "none" and own is None,
+        SAVE_T=save and space == "rank" and own is None,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         **lanes,
-        BLOCK_K=(128 if narrow else 64) if half else 32,
+        BLOCK_K=128 if half else 64,
         num_warps=4 if not half or (space == "hidden" and narrow) else 8,
-        num_stages=UNPIPELINED,
         **registers,
     )
     return saved
 
 
-def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, keep: Tensor, out: Tensor) -> Tensor:
-    """keep (W b + M z) + bias, with keep 1 where it is empty; `out` may be `host`."""
+def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, keep: Tensor) -> Tensor:
+    """keep (W b + M z) + bias, with keep 1 where it is empty; rows of any stride."""
     (tokens, width), padded = host.shape, z.shape[1]
+    out = host.new_empty(tokens, width)
     half = host.dtype != torch.float32
     block_t, block_d = (64, 128) if half else (32, 32)
     _combination[(triton.cdiv(tokens, block_t), triton.cdiv(width, block_d))](
@@ -658,7 +635,7 @@ def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, kee
 
 def gradients(
     dy: Tensor,  # [T, D], contiguous
-    host: Tensor,  # W b [T, D], contiguous; full only
+    host: Tensor,  # [W b | O^T b] [T, D + padded R], any row stride; full only
     u: Tensor,
     v: Tensor,
     gate: Tensor,
@@ -677,8 +654,11 @@ def gradients(
     """Writes du, dv and a token's dgate. Returns [(1 + kappa) dy | dt | w], the gradient of |b|^2 (full only), and
     numbers that add up to that of the gate."""
     (tokens, width), padded = dy.shape, aligned(rank)
+    if space == "hidden":
+        saved = saved._replace(t=host[:, width:])
     hidden, half = stack.shape[1] - padded, dy.dtype != torch.float32
     lanes = _blocks(padded)
+    lanes_of_z = _blocks(padded, tiles=1) if width <= ONE_TILE else lanes
     block_t, small_t = 64 if half else 32, gradient_tokens(rank)
     used = width + padded * (1 if space == "none" else 2)
     apart = half and width > SHORT_LOOP and not lanes["BLOCK_S"]  # with two tiles dy is in two products at once
@@ -698,12 +678,13 @@ def gradients(
         padded,
         width,
         used,
+        host.stride(0),
         stacked.stride(0),
         KEEP=space == "hidden",
         APART=apart,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
-        **lanes,
+        **lanes_of_z,
         BLOCK_D=(128 if space == "hidden" and not apart else 64) if half else 32,
         num_warps=4,
         num_stages=3 if apart else UNPIPELINED,
@@ -729,6 +710,7 @@ def gradients(
         u.shape[1],
         u.stride(0),
         v.stride(0),
+        saved.t.stride(0),
         du.stride(0),
         dv.stride(0),
         gate.stride(0) if gate.dim() else 0,
@@ -745,8 +727,8 @@ def gradients(
     return stacked, dpower, parts
 
 
-def _blocks(padded: int) -> dict[str, int]:
+def _blocks(padded: int, tiles: int = 2) -> dict[str, int]:
     """The lanes of one tile, and of a second where that spares a quarter of them."""
-    if 64 < padded <= 96:
+    if tiles == 2 and 64 < padded <= 96:
         return {"BLOCK_R": 64, "BLOCK_S": 32}
     return {"BLOCK_R": max(16, triton.next_power_of_2(padded)), "BLOCK_S": 0}
