@@ -11,13 +11,13 @@ One GEMM of the last buffer's first columns against S yields db, and one of all 
 of S and of the bias; for full OQC z and the 1 are kept divided by 1 + kappa, since dM and dbias are sums over dy. The
 gradient of G is a sum over tokens of e p p^T, p being what is left of q and z a multiple of it: w is the other factor.
 
-A program takes a block of tokens and all of the rank, padded to powers of two and masked, and is fp32 inside. The
+A program takes a block of tokens and all of the rank, padded to a power of two and masked, and is fp32 inside. The
 gradients take two kernels, so that neither holds many tiles of that size at once. The gate's is one number a program,
 for PyTorch to add up: no atomics, bit-reproducible.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="assignment,misc"
-# ruff: noqa: RUF005, SIM109 -- the kernels are written in Triton's subset of the language
+# mypy: allow-untyped-defs, allow-untyped-calls
+# ruff: noqa: SIM109 -- the kernels are written in Triton's subset of the language
 from __future__ import annotations
 
 import os
@@ -39,9 +39,6 @@ GATES = {"scalar": 0, "token": 1, "logit": 2, "beta": 3}
 # and read by threads (stored, squared): the next tile may overwrite it too early. So such loops are not pipelined.
 UNPIPELINED = 1
 SHORT_LOOP = 256  # as wide a dy is better read once without a pipeline than twice with one
-# Triton 3.6's assembler (ptxas 12.8) leaves a register unset where two such products share an operand and no loop is
-# around them: the second reads shared memory it does not own. Up to this width there might be no loop.
-ONE_TILE = 128
 # So far from 0 that what is divided by it stays finite, so near that rounding does not tell it from 0.
 LEAST_KEEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-24, torch.float16: 2.0**-12}
 
@@ -54,88 +51,43 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
-# A vector of rank size is a tuple of tiles [tokens, lanes]: one, or for 65 to 96 lanes one of 64 and one of 32.
-
-
 @triton.jit
-def _lanes(BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr):
-    out = (tl.arange(0, BLOCK_R),)
-    if BLOCK_S > 0:
-        out = out + (BLOCK_R + tl.arange(0, BLOCK_S),)
-    return out
-
-
-@triton.jit
-def _dots(x, y, TILES: tl.constexpr):
-    """<x, y> of each token."""
-    out = tl.sum(x[0] * y[0], 1)
-    for i in tl.static_range(1, TILES):
-        out += tl.sum(x[i] * y[i], 1)
-    return out
-
-
-@triton.jit
-def _product(x, y, TILES: tl.constexpr):
-    out = ()
-    for i in tl.static_range(TILES):
-        out = out + (x[i] * y[i],)
-    return out
-
-
-@triton.jit
-def _times(scale, x, TILES: tl.constexpr):
-    out = ()
-    for i in tl.static_range(TILES):
-        out = out + (scale[:, None] * x[i],)
-    return out
-
-
-@triton.jit
-def _plus(x, scale, y, TILES: tl.constexpr):
-    """x + scale y."""
-    out = ()
-    for i in tl.static_range(TILES):
-        out = out + (x[i] + scale[:, None] * y[i],)
-    return out
-
-
-@triton.jit
-def _rms_norm(x, width: tl.constexpr, eps, TILES: tl.constexpr):
+def _rms_norm(x, width: tl.constexpr, eps):
     """RMSNorm(x) and 1 / rms."""
-    scale = tl.rsqrt(_dots(x, x, TILES) / width + eps)
-    return _times(scale, x, TILES), scale
+    scale = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
+    return x * scale[:, None], scale
 
 
 @triton.jit
-def _rms_norm_grad(dy, y, scale, width: tl.constexpr, TILES: tl.constexpr):
-    return _times(scale, _plus(dy, -_dots(dy, y, TILES) / width, y, TILES), TILES)
+def _rms_norm_grad(dy, y, scale, width: tl.constexpr):
+    return scale[:, None] * (dy - y * (tl.sum(dy * y, 1) / width)[:, None])
 
 
 @triton.jit
-def _against_main(q, t, rank: tl.constexpr, eps, TILES: tl.constexpr):
+def _against_main(q, t, rank: tl.constexpr, eps):
     """Eqs. 4 and 5: m = RMSNorm(t), the share of q along it, and the rest, normalised."""
-    m, m_scale = _rms_norm(t, rank, eps, TILES)
-    main = _dots(m, m, TILES) + eps
-    share = _dots(q, m, TILES) / main
-    p, p_scale = _rms_norm(_plus(q, -share, m, TILES), rank, eps, TILES)
+    m, m_scale = _rms_norm(t, rank, eps)
+    main = tl.sum(m * m, 1) + eps
+    share = tl.sum(q * m, 1) / main
+    p, p_scale = _rms_norm(q - share[:, None] * m, rank, eps)
     return m, m_scale, main, share, p, p_scale
 
 
 @triton.jit
-def _against_main_grad(dp, q, m, m_scale, main, share, p, p_scale, rank: tl.constexpr, TILES: tl.constexpr):
-    dr = _rms_norm_grad(dp, p, p_scale, rank, TILES)
-    dshare = -_dots(dr, m, TILES) / main
-    dq = _plus(dr, dshare, m, TILES)
-    dm = _plus(_plus(_times(dshare, q, TILES), -share, dr, TILES), -2.0 * dshare * share, m, TILES)
-    return dq, _rms_norm_grad(dm, m, m_scale, rank, TILES)
+def _against_main_grad(dp, q, m, m_scale, main, share, p, p_scale, rank: tl.constexpr):
+    dr = _rms_norm_grad(dp, p, p_scale, rank)
+    dshare = -tl.sum(dr * m, 1) / main
+    dq = dr + dshare[:, None] * m
+    dm = dshare[:, None] * q - share[:, None] * dr - (2.0 * dshare * share)[:, None] * m
+    return dq, _rms_norm_grad(dm, m, m_scale, rank)
 
 
 @triton.jit
-def _full(q, t, power, energy, hidden: tl.constexpr, eps, TILES: tl.constexpr):
+def _full(q, t, power, energy, hidden: tl.constexpr, eps):
     """The scalars of full OQC: 1 / rho_a, 1 / rho_b, <q, t>, <a, m>, |m|^2, c, |a - c m|^2, 1 / rho_r."""
     scale_a = tl.rsqrt(energy / hidden + eps)
     scale_b = tl.rsqrt(power / hidden + eps)
-    qt = _dots(q, t, TILES)
+    qt = tl.sum(q * t, 1)
     inner = qt * scale_a * scale_b
     main = power * scale_b * scale_b
     c = inner / (main + eps)
@@ -181,56 +133,6 @@ def _load_rows(base, row, live, stride: tl.constexpr, column, limit: tl.constexp
     return tl.load(at, mask=live[:, None] & (column < limit)[None, :], other=0.0)
 
 
-@triton.jit
-def _load(base, row, live, stride: tl.constexpr, lanes, limit: tl.constexpr, TILES: tl.constexpr):
-    """Rows of rank size as fp32, 0 beyond the limit."""
-    out = ()
-    for i in tl.static_range(TILES):
-        out = out + (_load_rows(base, row, live, stride, lanes[i], limit).to(tl.float32),)
-    return out
-
-
-@triton.jit
-def _store(base, row, live, stride: tl.constexpr, lanes, limit: tl.constexpr, values, TILES: tl.constexpr):
-    for i in tl.static_range(TILES):
-        at = base + row[:, None] * stride + lanes[i][None, :]
-        mask = live[:, None] & (lanes[i] < limit)[None, :]
-        tl.store(at, values[i].to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _through(
-    acc, x, base, row, live, stride: tl.constexpr, lanes, limit: tl.constexpr, PRECISION: tl.constexpr, T: tl.constexpr
-):
-    """acc + x [tokens, k] base [k, rank], whose rows are `row`."""
-    out = ()
-    for i in tl.static_range(T):
-        out = out + (_dot(x, _load_rows(base, row, live, stride, lanes[i], limit), acc[i], PRECISION),)
-    return out
-
-
-@triton.jit
-def _zeros(BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr):
-    out = (tl.zeros([BLOCK_T, BLOCK_R], tl.float32),)
-    if BLOCK_S > 0:
-        out = out + (tl.zeros([BLOCK_T, BLOCK_S], tl.float32),)
-    return out
-
-
-@triton.jit
-def _through_gram(q, gram, stride: tl.constexpr, lanes, limit: tl.constexpr, PRECISION: tl.constexpr, T: tl.constexpr):
-    """G q of each token. G is symmetric: its tiles are read as their transposes, as tensor cores take them."""
-    out = ()
-    for i in tl.static_range(T):
-        g = tl.trans(_load_rows(gram, lanes[i], lanes[i] < limit, stride, lanes[0], limit))
-        value = tl.dot(q[0], g, input_precision=PRECISION)
-        for j in tl.static_range(1, T):
-            g = tl.trans(_load_rows(gram, lanes[i], lanes[i] < limit, stride, lanes[j], limit))
-            value = tl.dot(q[j], g, value, input_precision=PRECISION)
-        out = out + (value,)
-    return out
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _coefficients(
     b,  # [T, H], row stride b_row; full only
@@ -268,16 +170,16 @@ def _coefficients(
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    TILES: tl.constexpr = 2 if BLOCK_S > 0 else 1
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     row = tl.arange(0, BLOCK_T)  # within the block
     live = row < tokens - first
-    r = _lanes(BLOCK_R, BLOCK_S)
+    r = tl.arange(0, BLOCK_R)
+    wide = live[:, None] & (r < padded)[None, :]
+    at = row[:, None] * padded + r[None, :]
     if SPACE != NONE:
-        main = _load(given + first * given_row, row, live, given_row, r, padded, TILES)
+        main = _load_rows(given + first * given_row, row, live, given_row, r, padded).to(tl.float32)
     if SPACE == HIDDEN:
         size = tl.zeros([BLOCK_T], tl.float32)
         for start in range(0, hidden, BLOCK_K):
@@ -285,22 +187,23 @@ def _coefficients(
             b_k = _load_rows(b + first * b_row, row, live, b_row, k, hidden).to(tl.float32)
             size += tl.sum(b_k * b_k, 1)
     if SAVE_T:
-        _store(t + first * padded, row, live, padded, r, padded, main, TILES)
-    u_r = _load(u + first * u_row, row, live, u_row, r, columns, TILES)
-    v_r = _load(v + first * v_row, row, live, v_row, r, columns, TILES)
-    q, _ = _rms_norm(_product(u_r, v_r, TILES), rank, eps, TILES)
+        tl.store(t + first * padded + at, main.to(t.dtype.element_ty), mask=wide)
+    u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
+    v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
+    q, _ = _rms_norm(u_r * v_r, rank, eps)
     scale = _load_gate(gate, first, row, live, gate_row, GATE)
     one = tl.full([BLOCK_T], 1.0, tl.float32)
     if SPACE == RANK:
-        _m, _ms, _mm, _share, q, _ps = _against_main(q, main, rank, eps, TILES)
+        _m, _ms, _mm, _share, q, _ps = _against_main(q, main, rank, eps)
     if NORMALISE:
-        gq = _through_gram(q, gram, gram_row, r, padded, PRECISION, TILES)
-        e = tl.maximum(_dots(gq, q, TILES), 0.0)
+        g = tl.trans(_load_rows(gram, r, r < padded, gram_row, r, padded))  # the same, but as tensor cores take it
+        gq = tl.dot(q, g, input_precision=PRECISION)
+        e = tl.maximum(tl.sum(gq * q, 1), 0.0)
         if SAVE:
-            _store(gp + first * padded, row, live, padded, r, padded, gq, TILES)
+            tl.store(gp + first * padded + at, gq.to(gp.dtype.element_ty), mask=wide)
             tl.store(energy + first + row, e, mask=live)
         if SPACE == HIDDEN:
-            scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(q, main, size, e, hidden, eps, TILES)
+            scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(q, main, size, e, hidden, eps)
             kept = 1.0 - scale * c * scale_b * scale_r
             kept = tl.where(kept < 0.0, tl.minimum(kept, -least), tl.maximum(kept, least))
             one = 1.0 / kept
@@ -309,10 +212,12 @@ def _coefficients(
             scale = scale * scale_a * scale_r * one
         else:
             scale = scale * tl.rsqrt(e / hidden + eps)
-    _store(z + first * z_row, row, live, z_row, r, padded, _times(scale, q, TILES), TILES)
+    z_r = (scale[:, None] * q).to(z.dtype.element_ty)
+    out = z + first * z_row + row[:, None] * z_row
+    tl.store(out + r[None, :], z_r, mask=wide)
     rest = padded + tl.arange(0, 32)[None, :] + tl.zeros_like(row)[:, None]
     ones = tl.where(rest == padded, one[:, None], 0.0).to(z.dtype.element_ty)
-    tl.store(z + first * z_row + row[:, None] * z_row + rest, ones, mask=live[:, None] & (rest < z_columns))
+    tl.store(out + rest, ones, mask=live[:, None] & (rest < z_columns))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -334,19 +239,17 @@ def _combination(
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     row = tl.arange(0, BLOCK_T)
     live = row < tokens - first
-    r = _lanes(BLOCK_R, BLOCK_S)
+    r = tl.arange(0, BLOCK_R)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     value = _load_rows(host + first * host_row, row, live, host_row, d, width).to(tl.float32)
-    for i in tl.static_range(2 if BLOCK_S > 0 else 1):
-        z_r = _load_rows(z + first * z_row, row, live, z_row, r[i], padded)
-        m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r[i], padded)
-        value = _dot(z_r, tl.trans(m_d), value, PRECISION)
+    z_r = _load_rows(z + first * z_row, row, live, z_row, r, padded)
+    m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
+    value = _dot(z_r, tl.trans(m_d), value, PRECISION)
     if KEEP:
         value = tl.load(keep + first + row, mask=live, other=0.0)[:, None] * value
     if HAS_BIAS:
@@ -375,17 +278,14 @@ def _gradient_of_z(
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    TILES: tl.constexpr = 2 if BLOCK_S > 0 else 1
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     row = tl.arange(0, BLOCK_T)  # within the block
     live = row < tokens - first
-    r = _lanes(BLOCK_R, BLOCK_S)
-    out = stacked + first * stacked_row
-    m = stack + hidden
-    dz = _zeros(BLOCK_T, BLOCK_R, BLOCK_S)
+    r = tl.arange(0, BLOCK_R)
+    out = stacked + first * stacked_row + row[:, None] * stacked_row
+    dz = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     if KEEP:
         along = tl.zeros([BLOCK_T], tl.float32)
         scale = tl.load(keep + first + row, mask=live, other=0.0)[:, None]
@@ -393,20 +293,23 @@ def _gradient_of_z(
         for start in range(0, width, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
             dy_d = _load_rows(dy + first * width, row, live, width, d, width)
-            dz = _through(dz, dy_d, m, d, d < width, hidden + padded, r, padded, PRECISION, TILES)
+            m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
+            dz = _dot(dy_d, m_d, dz, PRECISION)
     for start in range(0, width, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         dy_d = _load_rows(dy + first * width, row, live, width, d, width)
         if not APART:
-            dz = _through(dz, dy_d, m, d, d < width, hidden + padded, r, padded, PRECISION, TILES)
+            m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
+            dz = _dot(dy_d, m_d, dz, PRECISION)
         if KEEP:
             wb = _load_rows(host + first * host_row, row, live, host_row, d, width)
             along += tl.sum(dy_d.to(tl.float32) * wb.to(tl.float32), 1)
             dy_d = (scale * dy_d.to(tl.float32)).to(dy.dtype.element_ty)
-        tl.store(out + row[:, None] * stacked_row + d[None, :], dy_d, mask=live[:, None] & (d < width)[None, :])
+        tl.store(out + d[None, :], dy_d, mask=live[:, None] & (d < width)[None, :])
     if KEEP:
         tl.store(dkappa + first + row, along, mask=live)
-    _store(out + (used - padded), row, live, stacked_row, r, padded, dz, TILES)
+    at = out + (used - padded) + r[None, :]
+    tl.store(at, dz.to(stacked.dtype.element_ty), mask=live[:, None] & (r < padded)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -447,61 +350,63 @@ def _gradients(
     GATE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
 ):
-    TILES: tl.constexpr = 2 if BLOCK_S > 0 else 1
     block = tl.program_id(0).to(tl.int64)
     first = block * BLOCK_T
     row = tl.arange(0, BLOCK_T)  # within the block
     live = row < tokens - first
-    r = _lanes(BLOCK_R, BLOCK_S)
+    r = tl.arange(0, BLOCK_R)
+    half = du.dtype.element_ty
     out = stacked + first * stacked_row
-    dz = _load(out + (used - padded), row, live, stacked_row, r, padded, TILES)
-    u_r = _load(u + first * u_row, row, live, u_row, r, columns, TILES)
-    v_r = _load(v + first * v_row, row, live, v_row, r, columns, TILES)
-    q, q_scale = _rms_norm(_product(u_r, v_r, TILES), rank, eps, TILES)
+    dz = _load_rows(out + (used - padded), row, live, stacked_row, r, padded).to(tl.float32)
+    u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
+    v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
+    q, q_scale = _rms_norm(u_r * v_r, rank, eps)
     g = _load_gate(gate, first, row, live, gate_row, GATE)
     p = q
     if SPACE != NONE:
-        t_r = _load(t + first * t_row, row, live, t_row, r, padded, TILES)
+        t_r = _load_rows(t + first * t_row, row, live, t_row, r, padded).to(tl.float32)
     if SPACE == RANK:
-        m, m_scale, main, share, p, p_scale = _against_main(q, t_r, rank, eps, TILES)
+        m, m_scale, main, share, p, p_scale = _against_main(q, t_r, rank, eps)
     if NORMALISE:
         e = tl.load(energy + first + row, mask=live, other=0.0)
-    dzp = _dots(dz, p, TILES)
+    dzp = tl.sum(dz * p, 1)
     if SPACE == HIDDEN:
         size = tl.load(power + first + row, mask=live, other=0.0)
-        scalars = _full(q, t_r, size, e, hidden, eps, TILES)
+        scalars = _full(q, t_r, size, e, hidden, eps)
         scale = scalars[0] * scalars[7]
         dk = tl.load(dkappa + first + row, mask=live, other=0.0)
         dg, dqt, dsize, denergy = _full_grad(dzp, dk, size, e, scalars, hidden, eps)
         tl.store(dpower + first + row, g * dsize, mask=live)
-        dp = _plus(_times(g * scale, dz, TILES), g * dqt, t_r, TILES)
-        dt = _times(g * dqt, q, TILES)
+        dp = (g * scale)[:, None] * dz + (g * dqt)[:, None] * t_r
+        dt = (g * dqt)[:, None] * q
     elif NORMALISE:
         scale = tl.rsqrt(e / hidden + eps)
         dg = scale * dzp
         denergy = -0.5 * dzp * scale * scale * scale / hidden
-        dp = _times(g * scale, dz, TILES)
+        dp = (g * scale)[:, None] * dz
     else:
         dg = dzp
-        dp = _times(g, dz, TILES)
+        dp = g[:, None] * dz
+    wide = live[:, None] & (r < padded)[None, :]
+    at = out + row[:, None] * stacked_row + r[None, :]
     if NORMALISE:  # denergy lacks the gate's factor: z has it
-        gp_r = _load(gp + first * padded, row, live, padded, r, padded, TILES)
-        dp = _plus(dp, 2.0 * g * denergy, gp_r, TILES)
+        gp_r = _load_rows(gp + first * padded, row, live, padded, r, padded).to(tl.float32)
+        dp += (2.0 * g * denergy)[:, None] * gp_r
         if SPACE == HIDDEN:  # z is kept divided by it
             denergy *= tl.load(keep + first + row, mask=live, other=1.0)
-        w = _times(denergy / scale, p, TILES)
+        w = (denergy / scale)[:, None] * p
     else:
-        w = _times(0.0 * g, p, TILES)
-    _store(out + (used - padded), row, live, stacked_row, r, padded, w, TILES)
+        w = tl.zeros_like(p)
+    tl.store(at + (used - padded), w.to(half), mask=wide)
     if SPACE == RANK:
-        dp, dt = _against_main_grad(dp, q, m, m_scale, main, share, p, p_scale, rank, TILES)
+        dp, dt = _against_main_grad(dp, q, m, m_scale, main, share, p, p_scale, rank)
     if SPACE != NONE:
-        _store(out + width, row, live, stacked_row, r, padded, dt, TILES)
-    ds = _rms_norm_grad(dp, q, q_scale, rank, TILES)
-    _store(du + first * du_row, row, live, du_row, r, columns, _product(ds, v_r, TILES), TILES)
-    _store(dv + first * dv_row, row, live, dv_row, r, columns, _product(ds, u_r, TILES), TILES)
+        tl.store(at + width, dt.to(half), mask=wide)
+    ds = _rms_norm_grad(dp, q, q_scale, rank)
+    wide = live[:, None] & (r < columns)[None, :]
+    tl.store(du + first * du_row + row[:, None] * du_row + r[None, :], (ds * v_r).to(half), mask=wide)
+    tl.store(dv + first * dv_row + row[:, None] * dv_row + r[None, :], (ds * u_r).to(half), mask=wide)
     if GATE == TOKEN:
         tl.store(dgate + first * dgate_row + row * dgate_row, dg, mask=live)
     if GATE == LOGIT or GATE == BETA:
@@ -556,10 +461,7 @@ def coefficients(
     """Writes z. Returns what the gradients need; without `save` only some of it is there."""
     (tokens, hidden), padded = b.shape, gram.shape[0]
     half = b.dtype != torch.float32
-    lanes, block_t = _blocks(padded), 64 if half else 32
-    narrow = lanes["BLOCK_R"] + lanes["BLOCK_S"] <= 64
-    two_programs = half and space == "rank" and lanes["BLOCK_S"] and torch.version.hip is None
-    registers = {"maxnreg": 128} if two_programs else {}  # a multiprocessor then has room for two of them, not one
+    block_r, block_t = _block_r(padded), 64 if half else 32
     given, own = b if t is None else t, None
     if space == "rank" and t is None:
         given = own = b @ stack[-2 * padded : -padded, :hidden].T
@@ -595,10 +497,9 @@ def coefficients(
         SAVE_T=save and space == "rank" and own is None,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
-        **lanes,
+        BLOCK_R=block_r,
         BLOCK_K=128 if half else 64,
-        num_warps=4 if not half or (space == "hidden" and narrow) else 8,
-        **registers,
+        num_warps=4 if not half or (space == "hidden" and block_r <= 64) else 8,
     )
     return saved
 
@@ -626,7 +527,7 @@ def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, kee
         KEEP=keep.numel() > 0,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
-        **_blocks(padded),
+        BLOCK_R=_block_r(padded),
         BLOCK_D=block_d,
         num_warps=8 if half else 4,
     )
@@ -657,11 +558,10 @@ def gradients(
     if space == "hidden":
         saved = saved._replace(t=host[:, width:])
     hidden, half = stack.shape[1] - padded, dy.dtype != torch.float32
-    lanes = _blocks(padded)
-    lanes_of_z = _blocks(padded, tiles=1) if width <= ONE_TILE else lanes
+    block_r = _block_r(padded)
     block_t, small_t = 64 if half else 32, gradient_tokens(rank)
     used = width + padded * (1 if space == "none" else 2)
-    apart = half and width > SHORT_LOOP and not lanes["BLOCK_S"]  # with two tiles dy is in two products at once
+    apart = half and width > SHORT_LOOP
     stacked = dy.new_empty(tokens, used + -used % 64)
     dpower = dy.new_empty(tokens, dtype=torch.float32) if space == "hidden" else None
     dkappa = torch.empty_like(saved.keep)
@@ -684,7 +584,7 @@ def gradients(
         APART=apart,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
-        **lanes_of_z,
+        BLOCK_R=block_r,
         BLOCK_D=(128 if space == "hidden" and not apart else 64) if half else 32,
         num_warps=4,
         num_stages=3 if apart else UNPIPELINED,
@@ -721,14 +621,11 @@ def gradients(
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
         BLOCK_T=small_t,
-        **lanes,
+        BLOCK_R=block_r,
         num_warps=4,
     )
     return stacked, dpower, parts
 
 
-def _blocks(padded: int, tiles: int = 2) -> dict[str, int]:
-    """The lanes of one tile, and of a second where that spares a quarter of them."""
-    if tiles == 2 and 64 < padded <= 96:
-        return {"BLOCK_R": 64, "BLOCK_S": 32}
-    return {"BLOCK_R": max(16, triton.next_power_of_2(padded)), "BLOCK_S": 0}
+def _block_r(padded: int) -> int:
+    return max(16, triton.next_power_of_2(padded))
