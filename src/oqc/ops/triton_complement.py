@@ -498,8 +498,9 @@ def coefficients(
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
-        BLOCK_K=128 if half else 64,
-        num_warps=4 if not half or (space == "hidden" and block_r <= 64) else 8,
+        BLOCK_K=256 if half else 64,
+        num_warps=8 if half else 4,
+        num_stages=1,
     )
     return saved
 
@@ -509,7 +510,7 @@ def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, kee
     (tokens, width), padded = host.shape, z.shape[1]
     out = host.new_empty(tokens, width)
     half = host.dtype != torch.float32
-    block_t, block_d = (64, 128) if half else (32, 32)
+    block_t, block_d = (64, 256) if half else (32, 32)
     _combination[(triton.cdiv(tokens, block_t), triton.cdiv(width, block_d))](
         host,
         z,
