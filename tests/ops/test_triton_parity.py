@@ -8,8 +8,9 @@ tokens make most of the error, so that over T of them its square scatters by abo
 3 / sqrt(T) of the root are three standard deviations. The awkward shapes and the small families are there for what a
 kernel touches and for errors of its logic: five times the bar in half precision, and no comparison.
 
-The bars hold for tokens where the branch is not nearly parallel to the host, |cos| <= 0.85; beyond, the problem's own
-condition grows as 1 / sin^2, and the bar with it. A scalar's gradient is a sum of signed terms which share the rounding
+The bars hold for tokens where the branch is not nearly parallel to the host, |cos| <= 0.85. Beyond, |a - c m|^2 is a
+small difference of large numbers in rank space, whose error grows as 1 / sin^2: four times the bar over that (the
+literal equations subtract vectors and lose less). A scalar's gradient is a sum of signed terms which share the rounding
 of the weights: its error is measured against the sum of their absolute values, and not compared with the literal's.
 
 What an operator allocates lies between canaries and starts as NaN. Without a GPU the kernels run under Triton's
@@ -121,14 +122,14 @@ def test_complement_agrees_with_the_oracle(case: Case, dtype: torch.dtype, check
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nearly_parallel_tokens_lose_digits_no_faster_than_the_sine(dtype: torch.dtype) -> None:
-    """Over the tokens left out elsewhere, the error is at most the bar / sin^2 at the nearest of them."""
+    """Over the tokens left out elsewhere, the error is at most four times the bar / sin^2 at the nearest of them."""
     case = Case(16, 4, 2, 4, space="hidden")
     for seed in range(1 if operators.INTERPRETED else 4):
         cosine = literal(case, leaves(tensors(case, 16, 4, 0, seed), torch.float64), 4, 0)[1]
         assert cosine is not None
-        assert cosine.max() > 0.95
+        assert cosine.max() > 0.9
         for name, pair in measure(case, [ours], dtype, (16, 4, 0), seed, near=True)[0].items():
-            assert ratio(pair) <= BARS[dtype] * (4 if operators.INTERPRETED else 1) / (1 - cosine.max() ** 2), name
+            assert ratio(pair) <= 4 * BARS[dtype] / (1 - cosine.max() ** 2), name
 
 
 def many_shapes(case: Case, count: int = 25) -> list[Shape]:

@@ -67,12 +67,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "cifar100_swiglu_lowrank_r56",
     ),
     "vit-tiny": ("cifar100_vit_tiny", "cifar100_vit_tiny_pr"),
-    "calibration": (
-        "cifar100_afbo_45epochs",
-        "cifar100_afbo_50epochs",
-        "cifar100_afbo",
-        "cifar100_afbo_75epochs",
-    ),
+    "calibration": ("cifar100_afbo_45epochs", "cifar100_afbo_50epochs", "cifar100_afbo"),
 }
 SUITES["all"] = tuple(dict.fromkeys(itertools.chain(*(SUITES[name] for name in SUITES if name != "calibration"))))
 

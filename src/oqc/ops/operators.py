@@ -174,7 +174,7 @@ def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
             sums = flat[-maps_of(form) * hidden :].view(-1, hidden)
             for out, total, extra in ((da, sums[0], du), (da if dc is None else dc, sums[-1], dv)):
                 out[:, : form.rank] += extra
-                total[: form.rank] += extra.sum(0)
+                total[: form.rank] += extra.sum(0, dtype=total.dtype)
         dstack = dy.T @ both if form.space == "host" else _over_tokens(stacked, both)
         return dproj @ weight_in, dproj.T @ x, flat, dstack, ends
 

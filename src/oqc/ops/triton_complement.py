@@ -8,7 +8,8 @@ With S = [W M; P 0; 0 G], M = W O and G = O^T O (`triton_fold`; full OQC: O^T fo
     gradients      dz = dy M, then [(1 + kappa) dy | dt | w], du, dv and the gate's, with q recomputed from u and v
 
 One GEMM of the last buffer's first columns against S yields db, and one of all of it against [b | z | 1] the gradients
-of S and of the bias; for full OQC z and the 1 are kept divided by 1 + kappa, since dM and dbias are sums over dy. The
+of S and of the bias; for full OQC z and the 1 are kept divided by 1 + kappa, since dM and dbias are sums over dy (and
+the 1 is two columns, one with what the other lost in rounding: dbias would have the error of three roundings). The
 gradient of G is a sum over tokens of e p p^T, p being what is left of q and z a multiple of it: w is the other factor.
 
 A program takes a block of tokens and all of the rank, padded to a power of two and masked, and is fp32 inside. The
@@ -140,7 +141,8 @@ def _coefficients(
     v,
     gate,
     gram,  # G [padded R, padded R] fp32, row stride gram_row
-    z,  # [T, z_columns], row stride z_row: padded R of z, a one, zeros; full: z and the one divided by keep
+    z,  # [T, z_columns], row stride z_row: padded R of z, a one, zeros; full: z and the one divided by keep, and in
+    # the next column what the one lost in rounding
     given,  # P b, full: O^T b [T, padded R], row stride given_row
     t,  # the same, contiguous: written where SAVE_T
     gp,  # G p [T, padded R], p what is left of q, where SAVE and NORMALISE
@@ -215,8 +217,10 @@ def _coefficients(
     z_r = (scale[:, None] * q).to(z.dtype.element_ty)
     out = z + first * z_row + row[:, None] * z_row
     tl.store(out + r[None, :], z_r, mask=wide)
-    rest = padded + tl.arange(0, 32)[None, :] + tl.zeros_like(row)[:, None]
-    ones = tl.where(rest == padded, one[:, None], 0.0).to(z.dtype.element_ty)
+    rest = padded + tl.arange(0, 64)[None, :] + tl.zeros_like(row)[:, None]
+    kept_of_one = one.to(z.dtype.element_ty).to(tl.float32)
+    ones = tl.where(rest == padded + 1, (one - kept_of_one)[:, None], 0.0)
+    ones = tl.where(rest == padded, kept_of_one[:, None], ones).to(z.dtype.element_ty)
     tl.store(out + rest, ones, mask=live[:, None] & (rest < z_columns))
 
 
@@ -455,7 +459,7 @@ def coefficients(
     gate_kind: str,
     eps: float,
     save: bool,
-    out: Tensor,  # [z | 1 | 0 ...], full: divided by 1 + kappa; [T, 1 to 32 columns more than padded R], any row stride
+    out: Tensor,  # [z | 1 | 0 ...], full: divided by 1 + kappa; [T, 2 to 64 columns more than padded R], any row stride
     t: Tensor | None = None,  # P b, where it is there already, or O^T b; any row stride
 ) -> Saved:
     """Writes z. Returns what the gradients need; without `save` only some of it is there."""
