@@ -57,6 +57,16 @@ def flat_size(hidden: int, form: Form) -> int:
     return (20 * hidden if form.mix == "afbo" else 0) + maps_of(form) * hidden
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own takes longer than a launch can afford."""
+    return -(-a // b)
+
+
+def lanes(count: int) -> int:
+    """The power of two that a kernel's tile has for so many columns."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
 def aligned(rank: int) -> int:
     """Ranks are padded with zeros to a multiple of 8, so that rows stay aligned."""
     return rank + -rank % 8
@@ -73,7 +83,7 @@ def gradient_tokens(rank: int) -> int:
 
 def gate_parts(tokens: int, form: Form) -> int:
     """How many numbers add up to the gradient of a gate: one a program."""
-    return -(-tokens // gradient_tokens(form.rank))
+    return cdiv(tokens, gradient_tokens(form.rank))
 
 
 def width_of(rows: int, form: Form) -> int:

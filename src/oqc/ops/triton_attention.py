@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oqc.ops.layout import lanes
+
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
@@ -79,7 +81,7 @@ def _attention_backward(qkv, dout, dqkv, scale, tokens, heads: tl.constexpr, BLO
 
 
 def _launch(tokens: int) -> dict[str, int]:
-    block = max(16, triton.next_power_of_2(tokens))
+    block = lanes(tokens)
     return {"BLOCK_N": block, "num_warps": 2 if block <= 32 else 4 if block <= 64 else 8, "num_stages": 1}
 
 

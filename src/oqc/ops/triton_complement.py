@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oqc.ops.layout import aligned, gradient_tokens
+from oqc.ops.layout import aligned, cdiv, gradient_tokens, lanes
 
 HIDDEN, RANK, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SCALAR, TOKEN, LOGIT, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -465,12 +465,12 @@ def coefficients(
     """Writes z. Returns what the gradients need; without `save` only some of it is there."""
     (tokens, hidden), padded = b.shape, gram.shape[0]
     half = b.dtype != torch.float32
-    block_r, block_t = _block_r(padded), 64 if half else 32
+    block_r, block_t = lanes(padded), 64 if half else 32
     given, own = b if t is None else t, None
     if space == "rank" and t is None:
         given = own = b @ stack[-2 * padded : -padded, :hidden].T
     saved = Saved.of(b, padded, space, normalise, save, own)
-    _coefficients[(triton.cdiv(tokens, block_t),)](
+    _coefficients[(cdiv(tokens, block_t),)](
         b,
         u,
         v,
@@ -515,7 +515,7 @@ def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, kee
     out = host.new_empty(tokens, width)
     half = host.dtype != torch.float32
     block_t, block_d = (64, 256) if half else (32, 32)
-    _combination[(triton.cdiv(tokens, block_t), triton.cdiv(width, block_d))](
+    _combination[(cdiv(tokens, block_t), cdiv(width, block_d))](
         host,
         z,
         stack,
@@ -532,7 +532,7 @@ def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, kee
         KEEP=keep.numel() > 0,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
-        BLOCK_R=_block_r(padded),
+        BLOCK_R=lanes(padded),
         BLOCK_D=block_d,
         num_warps=8 if half else 4,
     )
@@ -563,15 +563,15 @@ def gradients(
     if space == "hidden":
         saved = saved._replace(t=host[:, width:])
     hidden, half = stack.shape[1] - padded, dy.dtype != torch.float32
-    block_r = _block_r(padded)
+    block_r = lanes(padded)
     block_t, small_t = 64 if half else 32, gradient_tokens(rank)
     used = width + padded * (1 if space == "none" else 2)
     apart = half and width > SHORT_LOOP
     stacked = dy.new_empty(tokens, used + -used % 64)
     dpower = dy.new_empty(tokens, dtype=torch.float32) if space == "hidden" else None
     dkappa = torch.empty_like(saved.keep)
-    parts = dy.new_empty(triton.cdiv(tokens, small_t), dtype=torch.float32)
-    _gradient_of_z[(triton.cdiv(tokens, block_t),)](
+    parts = dy.new_empty(cdiv(tokens, small_t), dtype=torch.float32)
+    _gradient_of_z[(cdiv(tokens, block_t),)](
         dy,
         host,
         saved.keep,
@@ -630,7 +630,3 @@ def gradients(
         num_warps=4,
     )
     return stacked, dpower, parts
-
-
-def _block_r(padded: int) -> int:
-    return max(16, triton.next_power_of_2(padded))

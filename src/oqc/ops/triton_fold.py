@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oqc.ops.layout import aligned
+from oqc.ops.layout import aligned, cdiv, lanes
 
 BLOCK = 16  # rows of S a forward program has, and columns of W a backward program has
 BLOCK_C = 256  # columns of S that a forward program copies
@@ -163,8 +163,8 @@ def forward(
     padded = aligned(rank)
     rows = width + (1 if space == "none" else 2) * padded
     exact, stack = (weight.new_empty(layers, rows, hidden + padded, dtype=kind) for kind in (torch.float32, dtype))
-    copied = triton.cdiv(rows, BLOCK) * triton.cdiv(hidden, BLOCK_C)
-    _fold_forward[(triton.cdiv(width, BLOCK) + triton.cdiv(padded, BLOCK) + copied, layers)](
+    copied = cdiv(rows, BLOCK) * cdiv(hidden, BLOCK_C)
+    _fold_forward[(cdiv(width, BLOCK) + cdiv(padded, BLOCK) + copied, layers)](
         weight,
         lift,
         lift if project is None else project,
@@ -184,7 +184,7 @@ def backward(
     """dW, dO and dP (empty where there is no P)."""
     dweight, dlift = torch.empty_like(weight), torch.empty_like(lift)
     dproject = weight.new_empty(0) if project is None else torch.empty_like(project)
-    _fold_backward[(triton.cdiv(weight.shape[2], BLOCK), weight.shape[0])](
+    _fold_backward[(cdiv(weight.shape[2], BLOCK), weight.shape[0])](
         dstack,
         weight,
         lift,
@@ -206,7 +206,7 @@ def _constants(weight: Tensor, lift: Tensor, padded: int, space: str, dtype: tor
         "width": weight.shape[1],
         "TAIL": {"hidden": 0, "rank": 1, "none": 2}[space],
         "BLOCK": BLOCK,
-        "BLOCK_R": max(16, triton.next_power_of_2(padded)),
+        "BLOCK_R": lanes(padded),
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         "num_warps": 4 if padded <= 64 else 8,
     }

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oqc.ops.layout import cdiv
 from oqc.ops.triton_sums import column_sums
 
 GELU, GELU_TANH, QUICK_GELU, RELU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -131,7 +132,7 @@ def forward(a: Tensor, c: Tensor | None, act: str, *, out: Tensor) -> None:
     """Writes b [T, H]; all with any row stride. Without c: b = act(a)."""
     tokens, hidden = a.shape
     right = a if c is None else c
-    _mix_forward[(triton.cdiv(tokens, BLOCK_T), triton.cdiv(hidden, BLOCK_H))](
+    _mix_forward[(cdiv(tokens, BLOCK_T), cdiv(hidden, BLOCK_H))](
         a,
         right,
         out,
@@ -153,10 +154,10 @@ def backward(
 ) -> Tensor:
     """Writes da and dc; returns their sums over tokens, [H] or [2 H], in fp32."""
     tokens, hidden = a.shape
-    runs = max(1, min(MOST_RUNS, triton.cdiv(tokens, RUN)))
+    runs = max(1, min(MOST_RUNS, cdiv(tokens, RUN)))
     right, dright = (a, da) if c is None or dc is None else (c, dc)
     sums = db.new_empty(runs, hidden if c is None else 2 * hidden, dtype=torch.float32)
-    _mix_backward[(triton.cdiv(hidden, BLOCK_H), runs)](
+    _mix_backward[(cdiv(hidden, BLOCK_H), runs)](
         db,
         db if dpower is None else dpower,
         a,
@@ -165,7 +166,7 @@ def backward(
         dright,
         sums,
         tokens,
-        triton.cdiv(tokens, runs),
+        cdiv(tokens, runs),
         hidden,
         db.stride(0),
         a.stride(0),

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oqc.ops.layout import cdiv
 from oqc.ops.triton_sums import column_sums
 
 CHANNELS = 32  # a program is one warp, a thread one channel
@@ -369,7 +370,7 @@ def forward(a: Tensor, c: Tensor, taps: Taps, *, tokens: int, grid: tuple[int, i
     hidden, (rows, columns) = a.shape[1], grid
     strips, width = _strips(columns, COLUMNS)
     images = a.shape[0] // tokens
-    launches = triton.cdiv(hidden, CHANNELS) * images * strips
+    launches = cdiv(hidden, CHANNELS) * images * strips
     _spatial_forward[(launches,)](
         a,
         c,
@@ -409,9 +410,9 @@ def backward(
     the second, then the sums of da and of dc over all tokens. `dpower` [T] is the gradient of |b|^2, if any."""
     hidden, (rows, columns) = a.shape[1], grid
     strips, width = _strips(columns, COLUMNS if columns <= COLUMNS else COLUMNS_CUT)
-    images, blocks = a.shape[0] // tokens, triton.cdiv(hidden, CHANNELS)
-    share = max(1, triton.cdiv(images * strips, max(1, processors(a.device) * WARPS_PER_SM // blocks)))
-    groups = triton.cdiv(images * strips, share)
+    images, blocks = a.shape[0] // tokens, cdiv(hidden, CHANNELS)
+    share = max(1, cdiv(images * strips, max(1, processors(a.device) * WARPS_PER_SM // blocks)))
+    groups = cdiv(images * strips, share)
     partial = torch.empty(groups, 22 * hidden, device=a.device, dtype=torch.float32)
     _spatial_backward[(blocks * groups,)](
         db,
@@ -451,8 +452,8 @@ def processors(device: torch.device) -> int:
 
 def _strips(columns: int, most: int) -> tuple[int, int]:
     """Into how many strips the columns are cut, and how wide those are."""
-    strips = triton.cdiv(columns, most)
-    return strips, triton.cdiv(columns, strips)
+    strips = cdiv(columns, most)
+    return strips, cdiv(columns, strips)
 
 
 def _pointers(taps: Taps) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oqc.ops.layout import cdiv
+
 LONG, SHORT = (32, 128), (128, 32)  # rows and columns a program takes at once
 MOST_RUNS = 128
 FEW_ROWS = 1024  # one launch is enough for these
@@ -35,9 +37,9 @@ def column_sums(x: Tensor) -> Tensor:
     """x [rows, columns], any row stride, summed over its rows in float32."""
     rows, columns = x.shape
     block_rows, block_columns = SHORT if rows <= FEW_ROWS else LONG
-    runs = 1 if rows <= FEW_ROWS else min(MOST_RUNS, triton.cdiv(rows, 2 * block_rows))
+    runs = 1 if rows <= FEW_ROWS else min(MOST_RUNS, cdiv(rows, 2 * block_rows))
     out = torch.empty(runs, columns, device=x.device, dtype=torch.float32)
-    run = triton.cdiv(rows, runs)
-    grid = (triton.cdiv(columns, block_columns), runs)
+    run = cdiv(rows, runs)
+    grid = (cdiv(columns, block_columns), runs)
     _column_sums[grid](x, out, rows, columns, x.stride(0), run, block_rows, block_columns)
     return out[0] if runs == 1 else column_sums(out)
