@@ -45,6 +45,7 @@ NETWORKS = [
     *(("other", name, SMALL, HALF) for name in ("full", "dynamic")),  # a host of which the kernels see b alone
     *(("afbo", name, SMALL, SINGLE) for name in ("full", "lowrank")),
     *(("afbo", name, LARGE, HALF) for name in ("full", "dynamic")),
+    *(("mlp", name, {**SMALL, "width": 264}, HALF) for name in ("full", "lowrank")),  # the gradient of z in two loops
 ]
 KERNELS = (
     *("_spatial_forward", "_spatial_backward", "_fold_forward", "_fold_backward"),
@@ -58,8 +59,9 @@ def network(device: torch.device, host: str, complement: str, size: dict[str, An
     place = {"grid": size["grid"], "prefix_tokens": 1}
     kind = {"host": "mlp", "act_layer": nn.Tanh} if host == "other" else {"host": host}
     options = {**kind, "complement": complement, "rank": size["rank"], "backend": "triton", **place}
-    module = OQCFFN(20, size["hidden"], device=device, dtype=dtype, **options)
-    x = torch.randn(3, 1 + size["grid"][0] * size["grid"][1], 20, device=device, dtype=dtype, requires_grad=True)
+    width = size.get("width", 20)
+    module = OQCFFN(width, size["hidden"], device=device, dtype=dtype, **options)
+    x = torch.randn(3, 1 + size["grid"][0] * size["grid"][1], width, device=device, dtype=dtype, requires_grad=True)
     module(x).square().sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
@@ -79,7 +81,7 @@ def sums(device: torch.device, rows: int, columns: int) -> None:
 def launches(device: torch.device) -> list[Callable[[], None]]:
     return [
         *(partial(network, device, *one) for one in NETWORKS),
-        *(partial(attention, device, *one) for one in ((17, 3, 16), (65, 2, 32), (1, 1, 64))),
+        *(partial(attention, device, *one) for one in ((17, 3, 16), (64, 8, 32), (65, 2, 32), (1, 1, 64))),
         *(partial(sums, device, *one) for one in ((47, 33), (5001, 33))),
     ]
 
@@ -89,18 +91,20 @@ def under(tool: str, folder: Path) -> int:
     if shutil.which("compute-sanitizer") is None:
         raise SystemExit("compute-sanitizer is not installed; it comes with NVIDIA's CUDA toolkit")
     here = environment(torch.device("cuda"))
-    listed = subprocess.run([sys.executable, __file__, "--list"], check=True, capture_output=True, text=True).stdout
+    ran = subprocess.run([sys.executable, __file__, "--list"], stdout=subprocess.PIPE, text=True)
+    if ran.returncode:
+        raise SystemExit(ran.stdout)
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.txt"
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", "--log-file", str(log)]
         uncached = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         status = subprocess.run([*command, sys.executable, __file__], env=uncached).returncode
-        said = log.read_text()
+        said = log.read_text() if log.exists() else f"{tool} wrote nothing\n"
     parts = {"driver": here["driver"], **here["versions"], "commit": here["commit"]}
     place = ", ".join([here["gpu"], *(f"{name} {value}" for name, value in parts.items())])
     folder.mkdir(parents=True, exist_ok=True)
     name = here["gpu"].lower().replace(" ", "-")
-    (folder / f"{tool}-{name}.txt").write_text(f"{place}\nlaunches of benchmarks/sanitize.py:\n{listed}{said}")
+    (folder / f"{tool}-{name}.txt").write_text(f"{place}\nlaunches of benchmarks/sanitize.py:\n{ran.stdout}{said}")
     print(said.splitlines()[-1])
     return status
 
@@ -112,6 +116,8 @@ def main() -> int:
     parser.add_argument("--tool", help="memcheck, racecheck, initcheck or synccheck: run under it and record that")
     parser.add_argument("--out", type=Path, default=Path("results/parity"))
     args = parser.parse_args()
+    if args.tool and args.part != "0/1":
+        raise SystemExit("--tool runs every launch: leave out --part")
     if args.tool:
         return under(args.tool, args.out)
 

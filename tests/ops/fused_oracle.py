@@ -16,6 +16,7 @@ from oqc.ops.plain import ACTIVATIONS
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
 PARALLEL = 0.85  # |cos| of branch and host beyond which a token is measured apart
+NEAREST = 0.95  # beyond this not at all
 SCALARS = ("beta", "gate_bias")
 
 Squares = dict[str, tuple[float, float]]  # by tensor: the sum of squared errors, and of the oracle's squares
@@ -201,14 +202,14 @@ def measure(
     near: bool = False,
 ) -> list[Squares]:
     """Of each function, the errors of the output and of every gradient over the tokens with |cos| <= 0.85, or with
-    `near` over the others."""
+    `near` over those up to 0.95."""
     images, rows, prefix = shape
     named = {name: item.to(dtype) for name, item in tensors(case, images, rows, prefix, seed).items()}
     exact = leaves(named, torch.float64)
     y, cosine, gate = literal(case, exact, rows, prefix)
     chosen = torch.ones_like(y[..., :1])
     if cosine is not None:
-        chosen = ((cosine > PARALLEL) if near else (cosine <= PARALLEL))[..., None].double()
+        chosen = ((cosine > PARALLEL) & (cosine <= NEAREST) if near else cosine <= PARALLEL)[..., None].double()
     generator = torch.Generator().manual_seed(seed)
     dy = (torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) * chosen).to(dtype)
     if gate is not None and gate.requires_grad:

@@ -1,20 +1,20 @@
 """The fused operators against the float64 oracle.
 
-Bars of the three hundred shapes: the RMS error of the output and of every gradient, over the RMS of the oracle's, is at
-most 1e-5 in fp32 and 1e-2 in half precision, each shape and a family's shapes pooled; pooled in half precision it is
-also at most 1.25 times that of the literal equations in the same dtype, for biases, which are sums of both signs over
-all tokens, 1.5 times. In half precision fewer than 1000 tokens are allowed 1 + 3 / sqrt(tokens) times as much: a few
-tokens make most of the error, so that over T of them its square scatters by about 2 / sqrt(T) of itself, and
-3 / sqrt(T) of the root are three standard deviations. The awkward shapes and the small families are there for what a
-kernel touches and for errors of its logic: five times the bar in half precision, and no comparison.
+Bars of the three hundred shapes and of the paper's: the RMS error of the output and of every gradient, over the RMS of
+the oracle's, is at most 1e-5 in fp32 and 1e-2 in half precision, each shape and a family's shapes pooled; pooled in
+half precision it is also at most 1.25 times that of the literal equations in the same dtype, for biases, which are sums
+of both signs over all tokens, 1.5 times. In half precision fewer than 1000 tokens are allowed 1 + 3 / sqrt(tokens)
+times as much: a few tokens make most of the error, so that over T of them its square scatters by about 2 / sqrt(T) of
+itself, and 3 / sqrt(T) of the root are three standard deviations. The awkward shapes and the small families are there
+for what a kernel touches and for errors of its logic: five times the bar in half precision, and no comparison.
 
-The bars hold for tokens where the branch is not nearly parallel to the host, |cos| <= 0.85. Beyond, |a - c m|^2 is a
-small difference of large numbers in rank space, whose error grows as 1 / sin^2: four times the bar over that (the
-literal equations subtract vectors and lose less). A scalar's gradient is a sum of signed terms which share the rounding
-of the weights: its error is measured against the sum of their absolute values, and not compared with the literal's.
+The bars hold for tokens where the branch is not nearly parallel to the host, |cos| <= 0.85. Beyond, what is left is a
+small difference of large numbers, in full OQC of their squares, and the error grows as 1 / sin^2: up to |cos| 0.95 it
+is held to twice the bar over that. A scalar's gradient is a sum of signed terms which share the rounding of the
+weights: its error is measured against the sum of their absolute values, and not compared with the literal's.
 
-What an operator allocates lies between canaries and starts as NaN. Without a GPU the kernels run under Triton's
-interpreter, which truncates to bf16 instead of rounding.
+What an operator allocates for a kernel lies between canaries and starts as NaN. Without a GPU the kernels run under
+Triton's interpreter, which truncates to bf16 instead of rounding.
 """
 
 from __future__ import annotations
@@ -30,17 +30,15 @@ import pytest
 import torch
 from fused_oracle import (
     LARGE,
+    NEAREST,
     SCALARS,
     SMALL,
     Case,
-    leaves,
-    literal,
     literal_output,
     measure,
     ours,
     ours_from_hidden,
     ratio,
-    tensors,
 )
 from guards import Guards
 from torch import Tensor
@@ -121,15 +119,13 @@ def test_complement_agrees_with_the_oracle(case: Case, dtype: torch.dtype, check
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nearly_parallel_tokens_lose_digits_no_faster_than_the_sine(dtype: torch.dtype) -> None:
-    """Over the tokens left out elsewhere, the error is at most four times the bar / sin^2 at the nearest of them."""
-    case = Case(16, 4, 2, 4, space="hidden")
+@pytest.mark.parametrize("case", [Case(16, 4, 2, 4, space="hidden"), Case(16, 4, 3, 4)], ids=str)
+def test_nearly_parallel_tokens_lose_digits_no_faster_than_the_sine(case: Case, dtype: torch.dtype) -> None:
+    bound = 2 * BARS[dtype] / (1 - NEAREST**2)
     for seed in range(1 if operators.INTERPRETED else 4):
-        cosine = literal(case, leaves(tensors(case, 16, 4, 0, seed), torch.float64), 4, 0)[1]
-        assert cosine is not None
-        assert cosine.max() > 0.9
         for name, pair in measure(case, [ours], dtype, (16, 4, 0), seed, near=True)[0].items():
-            assert ratio(pair) <= 4 * BARS[dtype] / (1 - cosine.max() ** 2), name
+            assert pair[1] > 0, "no token is nearly parallel"
+            assert ratio(pair) <= bound, name
 
 
 def many_shapes(case: Case, count: int = 25) -> list[Shape]:

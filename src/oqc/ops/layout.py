@@ -92,7 +92,7 @@ def width_of(rows: int, form: Form) -> int:
 
 
 def dstack_shape(exact: Tensor, columns: int | None = None) -> Tensor:
-    """Of S and one more column; from kernels with rows and columns to spare."""
+    """Of S and the bias's column; from kernels with rows and columns to spare."""
     if columns is None:
         return exact.new_empty(exact.shape[0], exact.shape[1] + 1)
     return exact.new_empty(exact.shape[0] + -exact.shape[0] % 64, columns)
@@ -106,10 +106,11 @@ def saved_shapes(x: Tensor, y: Tensor, form: Form) -> tuple[Tensor, ...]:
     return *wide, *numbers, x.new_zeros(x.shape[0], y.shape[1] + padded_rank(form)) if full else x.new_zeros(0)
 
 
-def split_dstack(dstack: Tensor, exact: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The gradients of S and of the bias."""
+def split_dstack(dstack: Tensor, exact: Tensor, width: int, form: Form) -> tuple[Tensor, Tensor]:
+    """The gradients of S and of the bias, which for full OQC is the sum of two columns (from plain PyTorch one)."""
     rows, columns = exact.shape
-    return dstack[:rows, :columns], dstack[:width, columns : columns + 2].sum(1)
+    dbias = dstack[:width, columns]
+    return dstack[:rows, :columns], dstack[:width, columns:][:, :2].sum(1) if form.space == "hidden" else dbias
 
 
 def gram_of(exact: Tensor, form: Form) -> Tensor:

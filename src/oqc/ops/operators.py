@@ -51,7 +51,7 @@ _FFN = (
     " Tensor stack, Tensor? exact, Tensor? bias, Tensor? gate"
 )
 _COMPLEMENT = "Tensor b, Tensor u, Tensor v, Tensor gate, Tensor stack, Tensor exact, Tensor? bias"
-_SAVED = "Tensor t, Tensor gp, Tensor energy, Tensor power, Tensor keep, Tensor host"  # and [W b | O^T b]
+_SAVED = "Tensor t, Tensor gp, Tensor energy, Tensor power, Tensor keep, Tensor host"  # Saved, and [W b | O^T b]
 _FORM = (
     "int rows, int columns, int prefix, int rank, str space, bool normalise, str gate_kind, bool shared, str mix,"
     " bool gated, float eps, bool save, int layout"
@@ -139,7 +139,7 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
 @_operator("ffn_backward", f"Tensor dy, {_FFN}, Tensor proj, Tensor both, {_SAVED}, {_FORM}", 5)
 def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
     """dx, dweight_in, in one vector the depthwise maps' gradients (20 H) and the sums of da and dc; then dW and dbias
-    or, with a complement, dS with dbias as one more column, and parts of the gate's gradient."""
+    or, with a complement, dS with dbias in what follows (`split_dstack`), and parts of the gate's gradient."""
     dy, x, weight_in, _, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:12]
     proj, both, *saved, host = args[12:20]
     form = Form(*args[20:])
@@ -201,7 +201,7 @@ def complement(*args: Any) -> tuple[Tensor, ...]:
 
 @_operator("complement_backward", f"Tensor dy, {_COMPLEMENT}, Tensor z, {_SAVED}, {_FORM}", 6)
 def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
-    """The gradients of b, u, v, gate (a token's), of S with the bias's as one more column, and parts of the gate's."""
+    """The gradients of b, u, v, gate (a token's), of S with the bias's behind it, and parts of the gate's."""
     dy, b, u, v, gate, stack, exact, _, z, *saved, host = args[:15]
     form, hidden = Form(*args[15:]), b.shape[1]
     if not on_kernels(b):
@@ -321,7 +321,7 @@ def _ffn_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     dbias_in, dbias, dgate, dexact = sums, ends, ends, None
     if form.space != "host":
         dgate = ends.sum().view(1)
-        dexact, dbias = split_dstack(dstack, args[8], dy.shape[1])
+        dexact, dbias = split_dstack(dstack, args[8], dy.shape[1], form)
         dstack = None
     if bias_in is not None:
         dbias_in = F.pad(sums, (0, weight_in.shape[0] - len(sums)))
@@ -334,10 +334,10 @@ def _ffn_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
 
 
 def _complement_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    gate, bias = args[3], args[6]
+    gate, bias, form = args[3], args[6], Form(*args[14:])
     db, du, dv, dgate, dstack, ends = _complement_backward(dy, *args)
-    dexact, dbias = split_dstack(dstack, args[5], dy.shape[1])
-    if Form(*args[14:]).gate == "scalar":
+    dexact, dbias = split_dstack(dstack, args[5], dy.shape[1], form)
+    if form.gate == "scalar":
         dgate = ends.sum().view_as(gate).to(gate.dtype)
     return db, du, dv, dgate, None, dexact, dbias if bias is None else dbias.to(bias.dtype)
 
@@ -381,7 +381,7 @@ def _like(given: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _host_and_t(b: Tensor, stack: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """W b with P b or O^T b beside it, from one product, and the latter."""
+    """W b with P b or O^T b beside it, from one product and in its precision, and the latter."""
     rows = stack.shape[0] - padded_rank(form)  # all but G's
     host = b @ stack[:rows, : b.shape[1]].T
     return host, host[:, width_of(stack.shape[0], form) :]

@@ -37,7 +37,8 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 SPACES = {"hidden": 0, "rank": 1, "none": 2}
 GATES = {"scalar": 0, "token": 1, "logit": 2, "beta": 3}
 # Triton 3.6 overlaps the iterations of a loop wrongly where a tile is both an operand of Hopper's asynchronous products
-# and read by threads (stored, squared): the next tile may overwrite it too early. So such loops are not pipelined.
+# and read by threads (as dy, which is stored too): the next tile may overwrite it too early. Such loops are not
+# pipelined.
 UNPIPELINED = 1
 SHORT_LOOP = 256  # as wide a dy is better read once without a pipeline than twice with one
 # So far from 0 that what is divided by it stays finite, so near that rounding does not tell it from 0.
@@ -419,7 +420,7 @@ def _gradients(
         lane = tl.arange(0, 16)
         block16 = tl.where(lane[None, :] == 0, dg[:, None], 0.0)
         to = dgate + first * dgate_row + row[:, None] * dgate_row + lane[None, :]
-        tl.store(to, block16.to(dgate.dtype.element_ty), mask=live[:, None] & (lane < 16)[None, :])
+        tl.store(to, block16.to(dgate.dtype.element_ty), mask=live[:, None])
     tl.store(parts + block, tl.sum(tl.where(live, dg, 0.0), 0))
 
 
@@ -459,7 +460,7 @@ def coefficients(
     gate_kind: str,
     eps: float,
     save: bool,
-    out: Tensor,  # [z | 1 | 0 ...], full: divided by 1 + kappa; [T, 2 to 64 columns more than padded R], any row stride
+    out: Tensor,  # [z | 1 | 0 ...] as in the kernel: [T, 2 to 64 columns more than padded R], any row stride
     t: Tensor | None = None,  # P b, where it is there already, or O^T b; any row stride
 ) -> Saved:
     """Writes z. Returns what the gradients need; without `save` only some of it is there."""
@@ -504,7 +505,7 @@ def coefficients(
         BLOCK_R=block_r,
         BLOCK_K=256 if half else 64,
         num_warps=8 if half else 4,
-        num_stages=1,
+        num_stages=1,  # by measurement
     )
     return saved
 
