@@ -218,7 +218,8 @@ def _coefficients(
     z_r = (scale[:, None] * q).to(z.dtype.element_ty)
     out = z + first * z_row + row[:, None] * z_row
     tl.store(out + r[None, :], z_r, mask=wide)
-    rest = padded + tl.arange(0, 64)[None, :] + tl.zeros_like(row)[:, None]
+    SPARE: tl.constexpr = 32 if z_columns <= padded + 32 else 64
+    rest = padded + tl.arange(0, SPARE)[None, :] + tl.zeros_like(row)[:, None]
     kept_of_one = one.to(z.dtype.element_ty).to(tl.float32)
     ones = tl.where(rest == padded + 1, (one - kept_of_one)[:, None], 0.0)
     ones = tl.where(rest == padded, kept_of_one[:, None], ones).to(z.dtype.element_ty)
