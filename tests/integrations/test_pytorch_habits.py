@@ -1,7 +1,6 @@
 """What PyTorch's users do to a model, done to one with a complement: injected into timm, and Deep-ViT's own."""
 
 import copy
-import socket
 
 import pytest
 import timm
@@ -162,19 +161,19 @@ def test_assign_and_partial_loading():
     assert torch.equal(model(X), other(X))
 
 
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def _start(rank, world, port):
+def _join(rank, world, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
 
 
-def _ddp_worker(rank, world, port):
-    _start(rank, world, port)
+def _leave():
+    """Together: a rank that goes while the other still talks to it ends that one with an error."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _ddp_worker(rank, world, folder):
+    _join(rank, world, folder)
     for init in ("identity", "paper"):
         model = injected(init=init)
         want = gradients(model, model(X))
@@ -183,16 +182,16 @@ def _ddp_worker(rank, world, port):
         half = X[rank * 2 : rank * 2 + 2]
         for name, gradient in gradients(parallel, parallel(half)).items():
             assert torch.allclose(gradient, want[name], atol=1e-6), name
-    dist.destroy_process_group()
+    _leave()
 
 
-def test_ddp_gives_the_whole_batchs_gradients():
+def test_ddp_gives_the_whole_batchs_gradients(tmp_path):
     """Without find_unused_parameters: also at the identity start every parameter takes part."""
-    mp.spawn(_ddp_worker, (2, _free_port()), nprocs=2)
+    mp.spawn(_ddp_worker, (2, str(tmp_path)), nprocs=2)
 
 
-def _fsdp_worker(rank, world, port):
-    _start(rank, world, port)
+def _fsdp_worker(rank, world, folder):
+    _join(rank, world, folder)
     mesh = init_device_mesh("cpu", (world,))
     for model in (injected("lowrank"), injected("full"), deep_vit("dynamic")):
         plain = copy.deepcopy(model)
@@ -209,11 +208,11 @@ def _fsdp_worker(rank, world, port):
         own = dict(plain.named_parameters())
         for name, parameter in model.named_parameters():
             assert torch.allclose(parameter.full_tensor(), own[name], atol=1e-5), name
-    dist.destroy_process_group()
+    _leave()
 
 
-def test_fsdp2_trains_like_one_process():
-    mp.spawn(_fsdp_worker, (2, _free_port()), nprocs=2)
+def test_fsdp2_trains_like_one_process(tmp_path):
+    mp.spawn(_fsdp_worker, (2, str(tmp_path)), nprocs=2)
 
 
 def _mlp(host, complement="lowrank", init="paper"):
@@ -308,13 +307,13 @@ def test_what_is_not_plain_is_left_to_the_host(change, calls):
     assert not calls
 
 
-def test_a_sharded_branch_is_left_to_its_own_forward():
+def test_a_sharded_branch_is_left_to_its_own_forward(tmp_path):
     """The branch gathers its weights when it is called; the operator would take the shards."""
-    mp.spawn(_sharded_branch_worker, (1, _free_port()), nprocs=1)
+    mp.spawn(_sharded_branch_worker, (1, str(tmp_path)), nprocs=1)
 
 
-def _sharded_branch_worker(rank, world, port):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def _sharded_branch_worker(rank, world, folder):
+    _join(rank, world, folder)
     mesh = init_device_mesh("cpu", (world,))
     for module in (_mlp("gelu"), oqc.OQCFFN(16, 32, host="afbo", complement="lowrank", rank=8, grid=(3, 3))):
         expected = module(torch.ones(2, 9, 16))
@@ -323,4 +322,4 @@ def _sharded_branch_worker(rank, world, port):
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
         y.sum().backward()
         assert all(type(p.grad).__name__ == "DTensor" for p in module.complement.parameters())
-    dist.destroy_process_group()
+    _leave()
