@@ -41,6 +41,7 @@ from oqc.ops.layout import (
     z_columns,
 )
 from oqc.ops.plain import cast
+from oqc.ops.products import over_tokens
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -175,8 +176,8 @@ def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
             for out, total, extra in ((da, sums[0], du), (da if dc is None else dc, sums[-1], dv)):
                 out[:, : form.rank] += extra
                 total[: form.rank] += extra.sum(0, dtype=total.dtype)
-        dstack = dy.T @ both if form.space == "host" else _over_tokens(stacked, both)
-        return dproj @ weight_in, dproj.T @ x, flat, dstack, ends
+        dstack = over_tokens(stacked, both, full=form.space != "host")
+        return dproj @ weight_in, over_tokens(dproj, x, full=False), flat, dstack, ends
 
 
 @_operator("complement", f"{_COMPLEMENT}, {_FORM}", 8)
@@ -225,8 +226,8 @@ def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
         if dpower is not None:
             db.addcmul_(b, (2 * dpower[:, None]).to(b.dtype))
         dstack = dstack_shape(exact, hidden + z.shape[1])
-        _over_tokens(stacked, b, out=dstack[:, :hidden])
-        _over_tokens(stacked, z, out=dstack[:, hidden:])
+        over_tokens(stacked, b, out=dstack[:, :hidden])
+        over_tokens(stacked, z, out=dstack[:, hidden:])
     return db, du, dv, dgate, dstack, ends
 
 
@@ -385,14 +386,6 @@ def _host_and_t(b: Tensor, stack: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     rows = stack.shape[0] - padded_rank(form)  # all but G's
     host = b @ stack[:rows, : b.shape[1]].T
     return host, host[:, width_of(stack.shape[0], form) :]
-
-
-def _over_tokens(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a^T b in fp32. In half precision cuBLAS may add up parts of so long a sum in that precision."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a.T, b, torch.float32) if out is None else torch.mm(a.T, b, torch.float32, out=out)
-    found = (a.T @ b).float()
-    return found if out is None else out.copy_(found)
 
 
 def _like_sums(x: Tensor, count: int) -> Tensor:
