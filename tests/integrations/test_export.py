@@ -84,6 +84,10 @@ def test_injected_timm_model_with_dynamic_image_size(tmp_path):
     randomised(model)
     to_onnx(model, tmp_path / "model.onnx", images(1, size=48), size_step=8)
     assert onnx_error(tmp_path / "model.onnx", model, [images(1), images(2, size=40), images(3, size=64)]) < 1e-4
+    for write in (to_onnx, to_torch_export):
+        with pytest.raises(ValueError, match="example of 32 x 32, the program does not run at 40 x 48"):
+            write(model, tmp_path / "own-size", images(1), size_step=8)
+    assert not (tmp_path / "own-size").exists()
 
 
 def test_folding_needs_a_complement():

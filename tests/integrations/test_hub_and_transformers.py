@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import warnings
 
 import huggingface_hub
 import pytest
@@ -87,6 +88,26 @@ def test_a_tower_of_a_larger_model(tmp_path):
         twin = load(tmp_path / name)
         assert not any(isinstance(part, Injected) for part in twin.text_model.modules())
         assert torch.equal(twin.vision_model(X).last_hidden_state, y)
+
+
+@torch.no_grad()
+def test_an_inner_model_that_shares_the_outer_ones_config(tmp_path):
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**VISION, num_labels=5))
+    inject(model.vit, "full", rank=4)
+    randomised(model).save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert isinstance(again, transformers.ViTForImageClassification)
+    assert torch.equal(model(X).logits, again(X).logits)
+
+
+def test_a_part_that_no_config_can_tell_of_is_warned_about():
+    model = transformers.ViTModel(transformers.ViTConfig(**VISION))
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+    with pytest.warns(UserWarning, match="its save_pretrained would not tell of the branch"):
+        inject(layers, rank=4)
+    with warnings.catch_warnings(action="error"):
+        inject(transformers.ViTModel(transformers.ViTConfig(**VISION)), rank=4)
+        inject(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), rank=2)
 
 
 def test_a_folder_whose_branch_was_lost_is_refused(tmp_path):

@@ -173,7 +173,16 @@ def injected():
         (vit, {"blocks": [3]}, "blocks has 3, but VisionTransformer has 3 feed-forward networks: 0 to 2"),
         (vit, {"blocks": [-4]}, "blocks has -4"),
         (vit, {"blocks": slice(5, 6)}, "picks none of the 3 feed-forward networks of VisionTransformer"),
+        (vit, {"blocks": []}, r"blocks \[\] picks none of the 3 .*: 0 to 2"),
         (vit, {"blocks": "every"}, "blocks must be one of all, got 'every'"),
+        (vit, {"blocks": 0}, 'blocks must be "all", a slice or a list of whole numbers, got 0'),
+        (vit, {"blocks": None}, "blocks must be .*, got None"),
+        (vit, {"blocks": [True, False]}, "blocks must be .*, got .True, False"),
+        (vit, {"blocks": ["blocks.0.mlp"]}, "blocks must be .*, got .'blocks.0.mlp'"),
+        (vit, {"rank": 4.0}, "rank must be a whole number, got 4.0"),
+        (vit, {"rank": "8"}, "rank must be a whole number, got '8'"),
+        (vit, {"gate_init": "a"}, "gate_init must be a number, got 'a'"),
+        (vit, {"eps": -1.0}, "eps must be more than 0, got -1.0"),
         (vit, {"rank": 129}, "rank must be from 1 to the hidden width 128 of blocks.0.mlp, got 129"),
         (vit, {"rank": 0}, "rank must be from 1"),
         (vit, {"complement": "none"}, "complement must be one of full"),
@@ -196,6 +205,11 @@ def test_refusals_name_the_fault_and_change_nothing(make, options, message):
     with pytest.raises(ValueError, match=message):
         inject(model, **{"rank": 4, **options})
     assert list(model.state_dict()) == before
+
+
+def test_what_is_not_a_model_is_named():
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got str"):
+        inject("vit_small_patch16_224")
 
 
 class Functional(nn.Module):

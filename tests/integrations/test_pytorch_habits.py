@@ -208,6 +208,8 @@ def _fsdp_worker(rank, world, folder):
         own = dict(plain.named_parameters())
         for name, parameter in model.named_parameters():
             assert torch.allclose(parameter.full_tensor(), own[name], atol=1e-5), name
+        with pytest.raises(ValueError, match="is sharded; gather the weights first"):
+            oqc.save(model, f"{folder}/model")
     _leave()
 
 

@@ -128,7 +128,19 @@ def test_a_model_that_would_not_come_back_is_refused(tmp_path):
         save(model, tmp_path, arguments={**ARGUMENTS, "act_layer": nn.ReLU})
     with pytest.raises(ValueError, match="Sequential is not a model of oqc, timm, torchvision, transformers"):
         save(nn.Sequential(nn.Linear(4, 4)), tmp_path)
+    network = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    inject(network, rank=2)
+    with pytest.raises(ValueError, match="SequentialWithComplement is not a model of oqc, timm"):
+        save(network, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_two_injections_are_not_taken_for_one(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", **ARGUMENTS)
+    for block, rank in zip(model.blocks, (2, 4), strict=False):
+        inject(block, rank=rank)
+    with pytest.raises(ValueError, match=r"blocks.0.mlp and blocks.1.mlp were injected with different settings"):
+        save(model, tmp_path, arguments=ARGUMENTS)
 
 
 def change(path, **fields):
@@ -150,6 +162,10 @@ def base(path, **fields):
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "its digest is not the one in oqc.json"),
         (lambda f: change(f / "oqc.json", format=2), "has format 2; this version of oqc reads format 1"),
         (lambda f: change(f / "oqc.json", injection=None), "which the model does not"),
+        (
+            lambda f: change(f / "oqc.json", base={"library": "timm"}),
+            "its base model needs library, name and arguments",
+        ),
         (lambda f: base(f / "oqc.json", library="os"), "library must be one of oqc, timm, torchvision, transformers"),
         (lambda f: base(f / "oqc.json", name="hf-hub:someone/model"), "timm has no model 'hf-hub:someone/model'"),
         (lambda f: base(f / "oqc.json", arguments={"pretrained": True}), "arguments must not have 'pretrained'"),

@@ -149,3 +149,9 @@ def test_names_and_overrides():
 def test_mistakes_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_built_on_the_meta_device():
+    with torch.device("meta"):
+        model = oqc.create_model("deep_vit_mlp_full_r64")
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -27,6 +27,8 @@ def to_onnx(model: nn.Module, path: str | Path, example: Tensor, *, size_step: i
         raise ValueError("ONNX export needs onnx and onnxscript; install with: pip install 'oqc[export]'") from None
     model, batch, shapes = _prepared(model, example, size_step)
     with _quiet():
+        if size_step is not None:
+            _check_sizes(torch.export.export(model, (batch,), dynamic_shapes=(shapes,)), batch, size_step)
         torch.onnx.export(
             model,
             (batch,),
@@ -44,7 +46,10 @@ def to_torch_export(model: nn.Module, path: str | Path, example: Tensor, *, size
     """Writes a `torch.export` program; `torch.export.load(path).module()` runs it."""
     model, batch, shapes = _prepared(model, example, size_step)
     with _quiet():
-        torch.export.save(torch.export.export(model, (batch,), dynamic_shapes=(shapes,)), path)
+        program = torch.export.export(model, (batch,), dynamic_shapes=(shapes,))
+        if size_step is not None:
+            _check_sizes(program, batch, size_step)
+        torch.export.save(program, path)
 
 
 def _prepared(model: nn.Module, example: Tensor, size_step: int | None) -> tuple[nn.Module, Tensor, dict[int, Any]]:
@@ -55,6 +60,18 @@ def _prepared(model: nn.Module, example: Tensor, size_step: int | None) -> tuple
     if size_step is not None:
         shapes |= {2: size_step * Dim("rows", min=2), 3: size_step * Dim("columns", min=2)}
     return model, batch, shapes
+
+
+def _check_sizes(program: torch.export.ExportedProgram, batch: Tensor, step: int) -> None:
+    """That a program holds for more than the size it was made with."""
+    rows, columns = batch.shape[-2:]
+    try:
+        program.module()(batch.new_zeros(*batch.shape[:-2], rows + step, columns + 2 * step))
+    except Exception as error:
+        raise ValueError(
+            f"made with an example of {rows} x {columns}, the program does not run at {rows + step} x"
+            f" {columns + 2 * step}: pass an example of another size than the model's own, or leave out size_step"
+        ) from error
 
 
 @contextlib.contextmanager

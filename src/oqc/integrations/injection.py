@@ -8,6 +8,7 @@ its own class whose forward goes through the network's `Layout`. So its weights,
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from oqc import ops, seeding
-from oqc.config import BACKENDS, check_choice
+from oqc.config import BACKENDS, check_choice, check_positive
 from oqc.integrations.finding import Found, find, quantised
 from oqc.integrations.layouts import Layout
 from oqc.integrations.report import Replaced, Report
@@ -87,6 +88,7 @@ def inject(
     check_choice("complement", complement, KINDS)
     check_choice("init", init, INITS)
     check_choice("backend", backend, BACKENDS)
+    _check_numbers(model, rank, gate_init, eps)
     kind = type(model).__name__
     layer = quantised(model)
     if layer is not None:
@@ -97,7 +99,7 @@ def inject(
         raise ValueError(f"{kind} has a complement already, in {taken or 'itself'}; {way}")
     found, skipped = find(model)
     if not found:
-        raise ValueError(_nothing(kind, [f"{s.path}: {s.reason}" for s in skipped]))
+        raise ValueError(_nothing(kind, [f"{s.path or 'itself'}: {s.reason}" for s in skipped]))
     chosen = _choose(blocks, found, kind)
     for one in chosen:
         if not 1 <= rank <= one.hidden:
@@ -128,7 +130,7 @@ def remove(model: nn.Module) -> None:
     """Undoes `inject`: every module is what it was before."""
     modules = [module for _, module in injected(model)]
     if not modules:
-        raise ValueError(f"{type(model).__name__} has no injected complement")
+        raise ValueError(f"{type(model).__name__} has no injected complement: there is nothing to undo")
     for module in modules:
         if isinstance(module, OQCFFN):
             module.complement, module.backend = None, module.options["backend"]
@@ -168,14 +170,23 @@ def injected(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def specification(model: nn.Module) -> dict[str, Any] | None:
     """The injection as plain data, ready for JSON: its settings and the paths of the modules; None: there is none."""
-    modules = dict(injected(model))
-    if not modules:
+    found = {path: _settings(module) for path, module in injected(model)}
+    if not found:
         return None
-    first: Any = next(iter(modules.values()))
-    branch: Complement = first.complement
-    backend = first.backend if isinstance(first, OQCFFN) else first.oqc_backend
-    values = (branch.name, branch.rank, branch.init, branch.gate_init, branch.eps, backend)
-    return {**dict(zip(SETTINGS, values, strict=True)), "modules": list(modules)}
+    first, values = next(iter(found.items()))
+    other = next((path for path, own in found.items() if own != values), None)
+    if other is not None:
+        raise ValueError(
+            f"{first} and {other} were injected with different settings, and a saved model has one injection: save its"
+            " state_dict() with safetensors, and inject the parts again before loading it"
+        )
+    return {**dict(zip(SETTINGS, values, strict=True)), "modules": list(found)}
+
+
+def _settings(module: Any) -> tuple[Any, ...]:
+    branch: Complement = module.complement
+    backend = module.backend if isinstance(module, OQCFFN) else module.oqc_backend
+    return branch.name, branch.rank, branch.init, branch.gate_init, branch.eps, backend
 
 
 def restore(model: nn.Module, specification: dict[str, Any]) -> None:
@@ -202,6 +213,21 @@ def _attach(one: Found, branch: Complement, backend: str) -> None:
     module.__class__ = injected_class(type(module))
 
 
+def _check_numbers(model: object, rank: object, gate_init: object, eps: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not _is_whole(rank):
+        raise ValueError(f"rank must be a whole number, got {rank!r}")
+    for name, value in (("gate_init", gate_init), ("eps", eps)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+    check_positive("eps", eps)  # type: ignore[arg-type]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
     if isinstance(blocks, slice):
         chosen = found[blocks]
@@ -209,8 +235,10 @@ def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
         check_choice("blocks", blocks, ("all",))
         chosen = found
     else:
-        numbers = list(blocks)
+        numbers = list(blocks) if isinstance(blocks, Iterable) else [None]
         for number in numbers:
+            if not _is_whole(number):
+                raise ValueError(f'blocks must be "all", a slice or a list of whole numbers, got {blocks!r}')
             if not -len(found) <= number < len(found):
                 raise ValueError(
                     f"blocks has {number}, but {kind} has {len(found)} feed-forward networks: 0 to {len(found) - 1}"
@@ -218,7 +246,9 @@ def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
         picked = {number % len(found) for number in numbers}
         chosen = [one for i, one in enumerate(found) if i in picked]
     if not chosen:
-        raise ValueError(f"blocks {blocks!r} picks none of the {len(found)} feed-forward networks of {kind}")
+        raise ValueError(
+            f"blocks {blocks!r} picks none of the {len(found)} feed-forward networks of {kind}: 0 to {len(found) - 1}"
+        )
     return chosen
 
 
@@ -239,3 +269,9 @@ def _record(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_diff_dict"):
         config.oqc = specification(model)
+    elif any(hasattr(getattr(module, "config", None), "to_diff_dict") for module in model.modules()):
+        warnings.warn(
+            f"the injected {type(model).__name__} is a part of a transformers model without a config of its own: inject"
+            " the model with blocks=..., or save it with oqc.save; its save_pretrained would not tell of the branch",
+            stacklevel=3,
+        )

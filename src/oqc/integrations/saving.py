@@ -36,6 +36,12 @@ def save(
     given (timm: the keywords of `create_model`) and `name` is its name in its library.
     """
     model = _unwrapped(model)
+    sharded = next((name for name, p in model.named_parameters() if hasattr(p, "full_tensor")), None)
+    if sharded is not None:
+        raise ValueError(
+            f"{sharded} is sharded; gather the weights first (torch.distributed.checkpoint.state_dict,"
+            " full_state_dict=True) into an unsharded copy of the model, and save that"
+        )
     base = bases.describe(model, name, arguments)
     record = {
         "format": FORMAT,
@@ -140,6 +146,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: it is not the record of a saved model")
     if record["format"] != FORMAT:
         raise ValueError(f"{path} has format {record['format']!r}; this version of oqc reads format {FORMAT}")
+    base, known = record["base"], {field.name for field in dataclasses.fields(Base)}
+    if not isinstance(base, dict) or not {"library", "name", "arguments"} <= base.keys() <= known:
+        raise ValueError(f"{path} is damaged: its base model needs library, name and arguments")
     return record
 
 

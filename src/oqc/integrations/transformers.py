@@ -50,13 +50,16 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
 
 
 def _restore_all(model: nn.Module) -> None:
-    """A config belongs to the outermost module that holds it; a vision tower's own is inside the whole model's."""
-    done: set[int] = set()
-    for module in list(model.modules()):
+    """A config may be held by several modules, one inside the other: the paths are of the one that was injected."""
+    holders: dict[int, list[Any]] = {}
+    for module in model.modules():
         config: Any = getattr(module, "config", None)
-        if hasattr(config, "oqc") and id(config) not in done:
-            done.add(id(config))
-            restore(module, config.oqc)
+        if hasattr(config, "oqc"):
+            holders.setdefault(id(config), []).append(module)
+    for modules in holders.values():
+        injection = modules[0].config.oqc
+        named = set(injection.get("modules", ()))
+        restore(next((m for m in modules if named <= {path for path, _ in m.named_modules()}), modules[0]), injection)
 
 
 def _configs(config: Any) -> list[Any]:

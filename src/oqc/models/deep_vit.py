@@ -79,7 +79,7 @@ class DeepViT(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        seed = int(torch.randint(2**62, ())) if seed is None else seed
+        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         factory = {"device": device, "dtype": dtype}
         self.config = config
         tokens = (config.image_size // config.patch_size) ** 2
