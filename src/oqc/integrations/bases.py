@@ -89,8 +89,8 @@ def _is_plain(value: object) -> bool:
 def _library(model: nn.Module) -> str:
     if isinstance(model, DeepViT):
         return "oqc"
-    libraries = (cls.__module__.split(".")[0] for cls in type(model).__mro__)
-    for library in libraries:
+    for cls in type(model).__mro__:
+        library = cls.__module__.split(".")[0]
         if library in _DESCRIBE and library != "oqc":  # a network that is injected itself has a class of ours
             return library
     raise ValueError(
