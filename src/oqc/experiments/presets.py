@@ -37,7 +37,7 @@ def _tiny_imagenet(ffn: FFN) -> Run:
 def cifar100_afbo() -> Run:
     """AFBO+PR: 6.37 M parameters. `oqc reproduce table1`. Paper (table 1): 64.25 ± 0.22.
 
-    Ours: 64.31 ± 0.38 over 3 seeds, 49 s a run on one NVIDIA H200.
+    Ours: 64.32 ± 0.44 over 5 seeds, 51 s a run on one NVIDIA H200.
     """
     return _cifar100(FFN())
 
@@ -45,7 +45,7 @@ def cifar100_afbo() -> Run:
 def cifar100_full_r64() -> Run:
     """OQC full, R 64: 6.97 M parameters. `oqc reproduce table1`. Paper (table 1): 65.59 ± 0.22.
 
-    Ours: 64.97 ± 0.02 over 2 seeds, 53 s a run on one NVIDIA H200.
+    Ours: 65.04 ± 0.39 over 5 seeds, 53 s a run on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="full", rank=64))
 
@@ -53,7 +53,7 @@ def cifar100_full_r64() -> Run:
 def cifar100_lowrank_r56() -> Run:
     """OQC-LR, R 56: 7.19 M parameters. `oqc reproduce table1`. Paper (table 1): 65.52 ± 0.25.
 
-    Ours: 64.78 ± 0.35 over 2 seeds, 53 s a run on one NVIDIA H200.
+    Ours: 64.79 ± 0.23 over 5 seeds, 53 s a run on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="lowrank", rank=56))
 
@@ -61,7 +61,7 @@ def cifar100_lowrank_r56() -> Run:
 def cifar100_static_r83() -> Run:
     """OQC-static, R 83: 7.59 M parameters. `oqc reproduce table1`. Paper (table 1): 65.44 ± 0.19.
 
-    Ours: 63.37 over 1 seed, 55 s a run on one NVIDIA H200.
+    Ours: 63.50 ± 0.19 over 5 seeds, 55 s a run on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="static", rank=83))
 
@@ -69,7 +69,7 @@ def cifar100_static_r83() -> Run:
 def cifar100_dynamic_r83() -> Run:
     """OQC-dynamic, R 83: 7.59 M parameters. `oqc reproduce table1`. Paper (table 1): 65.33 ± 0.11.
 
-    Ours: 65.17 over 1 seed, 55 s a run on one NVIDIA H200.
+    Ours: 65.04 ± 0.37 over 5 seeds, 55 s a run on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="dynamic", rank=83))
 
