@@ -113,8 +113,15 @@ def split_dstack(dstack: Tensor, exact: Tensor, width: int, form: Form) -> tuple
     return dstack[:rows, :columns], dstack[:width, columns:][:, :2].sum(1) if form.space == "hidden" else dbias
 
 
-def gram_of(exact: Tensor, form: Form) -> Tensor:
-    return exact[-padded_rank(form) :, -padded_rank(form) :]
+def host_rows(stack: Tensor, form: Form) -> Tensor:
+    """Of S what b is multiplied by: W and, with a complement, P or full's O^T."""
+    rows = stack.shape[0] - (0 if form.space == "host" else padded_rank(form))
+    return stack[:rows, : hidden_of(stack, form)]
+
+
+def gram_of(stack: Tensor, exact: Tensor, form: Form) -> Tensor:
+    """G, in bf16 where the branch is, else in fp32: fp16 could not hold the squares of large weights."""
+    return (stack if stack.dtype == torch.bfloat16 else exact)[-padded_rank(form) :, -padded_rank(form) :]
 
 
 def both_columns(stack: Tensor, form: Form) -> int:

@@ -30,9 +30,9 @@ from oqc.ops.layout import (
     gate_parts,
     gram_of,
     hidden_of,
+    host_rows,
     kind_of,
     maps_of,
-    padded_rank,
     place_of,
     saved_shapes,
     split,
@@ -125,14 +125,15 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
         else:
             triton_mix.forward(a, c, form.mix, out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
-        width = width_of(stack.shape[0], form)
-        host, t = _host_and_t(b, stack, form) if form.space == "hidden" else (x.new_empty(0), None)
+        width, host, y = width_of(stack.shape[0], form), x.new_empty(0), None
         if form.space != "host":
-            branch = (u, v, gate if logit is None else logit[:, 0], stack, gram_of(exact, form))
-            saved = triton_complement.coefficients(b, *branch, **kind_of(form), save=form.save, out=z, t=t)
-        if form.space == "hidden":
-            y = triton_complement.combination(host[:, :width], z[:, : padded_rank(form)], stack, bias, saved[-1])
-        else:
+            branch = (u, v, gate if logit is None else logit[:, 0], stack, gram_of(stack, exact, form))
+            if form.space == "hidden":
+                host, y = b @ host_rows(stack, form).T, x.new_empty(x.shape[0], width)
+            saved = triton_complement.forward(
+                b, *branch, **kind_of(form), save=form.save, out=z, host=None if y is None else host, bias=bias, y=y
+            )
+        if y is None:
             y = F.linear(both[:, : stack.shape[1]], stack[:width], cast(bias, x))
     return (y, proj, both, *saved, host) if form.save else (y, *_empty(x, 8))
 
@@ -141,7 +142,7 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
 def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
     """dx, dweight_in, in one vector the depthwise maps' gradients (20 H) and the sums of da and dc; then dW and dbias
     or, with a complement, dS with dbias in what follows (`split_dstack`), and parts of the gate's gradient."""
-    dy, x, weight_in, _, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:12]
+    dy, x, weight_in, _, tap_a, bias_a, tap_c, bias_c, stack, _, bias, gate = args[:12]
     proj, both, *saved, host = args[12:20]
     form = Form(*args[20:])
     hidden = hidden_of(stack, form)
@@ -164,8 +165,8 @@ def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
             stacked, dpower, ends = triton_complement.gradients(
                 dy, *branch, **kind_of(form), du=du, dv=dv, dgate=dlogit
             )
-        rows = stack.shape[0] - (0 if exact is None else padded_rank(form))  # all but G's
-        db = stacked[:, :rows] @ stack[:rows, :hidden]
+        above = host_rows(stack, form)
+        db = stacked[:, : len(above)] @ above
         if form.mix == "afbo":
             taps = (tap_a, bias_a, tap_c, bias_c)
             flat = triton_spatial.backward(db, dpower, a, c, taps, **place_of(form), da=da, dc=dc)
@@ -190,13 +191,11 @@ def complement(*args: Any) -> tuple[Tensor, ...]:
     from oqc.ops import triton_complement
 
     with on_device_of(b):
-        host, t = _host_and_t(b, stack, form)
+        host = b @ host_rows(stack, form).T
+        y = b.new_empty(b.shape[0], width_of(stack.shape[0], form))
         z = b.new_empty(b.shape[0], z_columns(stack, form))
-        saved = triton_complement.coefficients(
-            *(b, u, v, gate, stack, gram_of(exact, form)), **kind_of(form), save=form.save, out=z, t=t
-        )
-        wb = host[:, : width_of(stack.shape[0], form)]
-        y = triton_complement.combination(wb, z[:, : padded_rank(form)], stack, bias, saved.keep)
+        branch = (u, v, gate, stack, gram_of(stack, exact, form))
+        saved = triton_complement.forward(b, *branch, **kind_of(form), save=form.save, out=z, host=host, bias=bias, y=y)
     return (y, z, *saved, host if form.space == "hidden" else b.new_empty(0)) if form.save else (y, *_empty(b, 7))
 
 
@@ -221,8 +220,8 @@ def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
             dv=dv,
             dgate=dgate if form.gate == "token" else None,
         )
-        rows = stack.shape[0] - padded_rank(form)  # all but G's
-        db = stacked[:, :rows] @ stack[:rows, :hidden]
+        above = host_rows(stack, form)
+        db = stacked[:, : len(above)] @ above
         if dpower is not None:
             db.addcmul_(b, (2 * dpower[:, None]).to(b.dtype))
         dstack = dstack_shape(exact, hidden + z.shape[1])
@@ -379,13 +378,6 @@ def _empty(x: Tensor, count: int) -> list[Tensor]:
 
 def _like(given: Tensor | None, x: Tensor) -> Tensor:
     return x.new_empty(0) if given is None else torch.empty_like(given)
-
-
-def _host_and_t(b: Tensor, stack: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """W b with P b or O^T b beside it, from one product and in its precision, and the latter."""
-    rows = stack.shape[0] - padded_rank(form)  # all but G's
-    host = b @ stack[:rows, : b.shape[1]].T
-    return host, host[:, width_of(stack.shape[0], form) :]
 
 
 def _like_sums(x: Tensor, count: int) -> Tensor:

@@ -138,7 +138,7 @@ def _spatial_forward(
     blocks = tl.cdiv(hidden, BLOCK)
     pid = tl.program_id(0)
     channel = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
-    unit = pid // blocks
+    unit = tl.num_programs(0) // blocks - 1 - pid // blocks  # the last first: the cache still holds it
     first = (unit % strips) * COLS
     token = (unit // strips).to(tl.int64) * tokens
     mask = channel < hidden
@@ -276,7 +276,8 @@ def _spatial_backward(
     blank = _filled(none, MID + 2 * EDGE)
     grad_a, grad_c = _filled(none, 10), _filled(none, 10)
     sum_a, sum_c = none, none
-    for unit in range(group, images * strips, groups):
+    for i in range(group, images * strips, groups):
+        unit = images * strips - 1 - i  # the last first, as in the forward
         first = (unit % strips) * COLS
         token = (unit // strips).to(tl.int64) * tokens
         a_at, c_at, db_at = a + token * a_row + channel, c + token * c_row + channel, db + token * db_row + channel
