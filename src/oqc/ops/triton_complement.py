@@ -124,29 +124,8 @@ def _load_rows(base, row, live, stride: tl.constexpr, column, limit: tl.constexp
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _powers(
-    b,  # [T, H], row stride b_row
-    power,  # |b|^2 [T] fp32
-    tokens,
-    hidden: tl.constexpr,
-    b_row: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last first: the product before left it in the cache
-    first = block.to(tl.int64) * BLOCK_T
-    row = tl.arange(0, BLOCK_T)
-    live = row < tokens - first
-    size = tl.zeros([BLOCK_T], tl.float32)
-    for start in range(0, hidden, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        b_k = _load_rows(b + first * b_row, row, live, b_row, k, hidden).to(tl.float32)
-        size += tl.sum(b_k * b_k, 1)
-    tl.store(power + first + row, size, mask=live)
-
-
-@triton.jit(do_not_specialize=["tokens"])
 def _forward(
+    b,  # [T, H], row stride b_row; full only
     u,  # [T, R]
     v,
     gate,
@@ -171,6 +150,7 @@ def _forward(
     padded: tl.constexpr,
     width: tl.constexpr,
     columns: tl.constexpr,  # of u and v: R, or padded R with zeros
+    b_row: tl.constexpr,
     u_row: tl.constexpr,
     v_row: tl.constexpr,
     gate_row: tl.constexpr,
@@ -189,9 +169,11 @@ def _forward(
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last first: the product before left it in the cache
+    first = block.to(tl.int64) * BLOCK_T
     row = tl.arange(0, BLOCK_T)  # within the block
     live = row < tokens - first
     r = tl.arange(0, BLOCK_R)
@@ -199,6 +181,12 @@ def _forward(
     at = row[:, None] * padded + r[None, :]
     if SPACE != NONE:
         main = _load_rows(given + first * given_row, row, live, given_row, r, padded).to(tl.float32)
+    if SPACE == HIDDEN:
+        size = tl.zeros([BLOCK_T], tl.float32)
+        for start in range(0, hidden, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            b_k = _load_rows(b + first * b_row, row, live, b_row, k, hidden).to(tl.float32)
+            size += tl.sum(b_k * b_k, 1)
     if SAVE_T:
         tl.store(t + first * padded + at, main.to(t.dtype.element_ty), mask=wide)
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
@@ -222,12 +210,12 @@ def _forward(
             tl.store(gp + first * padded + at, gq.to(gp.dtype.element_ty), mask=wide)
             tl.store(energy + first + row, e, mask=live)
         if SPACE == HIDDEN:
-            size = tl.load(power + first + row, mask=live, other=0.0)
             scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(st * q_scale, size, e, hidden, eps)
             kept = 1.0 - scale * c * scale_b * scale_r
             kept = tl.where(kept < 0.0, tl.minimum(kept, -least), tl.maximum(kept, least))
             one = 1.0 / kept
             tl.store(keep + first + row, kept, mask=live)
+            tl.store(power + first + row, size, mask=live)
             scale = scale * scale_a * scale_r * one
         else:
             scale = scale * tl.rsqrt(e / hidden + eps)
@@ -486,28 +474,15 @@ def forward(
     """Writes z, and y where W b is given. Returns what the gradients need; without `save` only some of it is there."""
     (tokens, hidden), padded = b.shape, gram.shape[0]
     half = b.dtype != torch.float32
-    block_r = lanes(padded)
-    block_t, warps = (64, 8) if half else (32, 4)
-    if half and y is None:  # what is left has room for more tokens, or for fewer warps
-        block_t, warps = (64, 4) if block_r <= 64 else (128, 16) if gram.dtype == b.dtype else (64, 8)
+    block_r, block_t = lanes(padded), 64 if half else 32
     width, given, own = 0 if y is None else y.shape[1], b, None
     if host is not None:
         given = host[:, width:]
     elif space == "rank":
         given = own = b @ stack[-2 * padded : -padded, :hidden].T
     saved = Saved.of(b, padded, space, normalise, save, own)
-    if space == "hidden":
-        _powers[(cdiv(tokens, 8),)](
-            b,
-            saved.power,
-            tokens,
-            hidden,
-            b.stride(0),
-            BLOCK_T=8,
-            BLOCK_K=min(1024, lanes(hidden)),
-            num_warps=4,
-        )
     _forward[(cdiv(tokens, block_t),)](
+        b,
         u,
         v,
         gate,
@@ -527,6 +502,7 @@ def forward(
         padded,
         width,
         u.shape[1],
+        b.stride(0),
         u.stride(0),
         v.stride(0),
         gate.stride(0) if gate.dim() else 0,
@@ -545,8 +521,9 @@ def forward(
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
+        BLOCK_K=256 if half else 64,
         BLOCK_D=128 if half else 32,
-        num_warps=warps,
+        num_warps=8 if half else 4,
         num_stages=UNPIPELINED,
     )
     return saved
