@@ -93,11 +93,9 @@ def test_importing_changes_no_global_state():
 
 
 def test_importing_takes_about_torchs_own_time():
-    torch_s, oqc_s = (
-        min(
-            float(run(f"import time; t = time.perf_counter(); import {name}; print(time.perf_counter() - t)")[0])
-            for _ in range(2)
-        )
-        for name in ("torch", "oqc")
+    """Both in one process, so that a busy machine slows both; the quietest of three counts."""
+    clock = (
+        "from time import perf_counter as now; a = now(); import torch; b = now(); import oqc; print(b - a, now() - b)"
     )
-    assert oqc_s < 1.25 * torch_s + 0.3
+    torch_s, more_s = min((tuple(map(float, run(clock))) for _ in range(3)), key=lambda pair: pair[1])
+    assert more_s < 0.25 * torch_s + 0.3

@@ -86,7 +86,7 @@ def test_killed_five_times_it_ends_with_the_same_records(whole, tmp_path):
         process = start(*args, cwd=tmp_path, env=os.environ | {"OQC_TEST_MARK": mark})
         while size(path) < before + records and process.poll() is None:
             time.sleep(0.02)
-        time.sleep(chance.uniform(0, 2.5))
+        time.sleep(chance.uniform(0, 1 if records else 2.5))
         process.kill()
         process.communicate()
         sizes.append(size(path))
