@@ -49,7 +49,7 @@ NETWORKS = [
 ]
 KERNELS = (
     *("_spatial_forward", "_spatial_backward", "_fold_forward", "_fold_backward"),
-    *("_forward", "_gradient_of_z", "_gradients"),
+    *("_coefficients", "_combination", "_gradient_of_z", "_gradients"),
     *("_mix_forward", "_mix_backward", "_attention_forward", "_attention_backward", "_column_sums"),
 )
 

@@ -9,7 +9,7 @@ import torch
 from fused_oracle import DEVICE, LARGE, SMALL, Case, leaves, literal, ours, ours_from_hidden, ratio, squares_of, tensors
 from torch import Tensor
 
-from oqc.ops import fused, operators
+from oqc.ops import fused, layout, operators, plain
 
 
 def _call(case: Case) -> tuple[dict[str, Tensor], Any]:
@@ -227,3 +227,27 @@ def test_many_tokens_repeat_to_the_bit(case: Case, dtype: torch.dtype, function:
     for _ in range(10):
         for name, one, other in zip(p, first, gradients(), strict=True):
             assert one is other is None or torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("rank", [32, 56, 128])
+def test_a_rounded_gram_matrix_is_as_exact_as_the_literal_product(rank: int) -> None:
+    """|O p| with singular values of O from 1 to 0.01: through p^T G p in bf16, and as the norm of O p in bf16."""
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, rank, dtype=torch.float64))[0] for n in (664, rank))
+    lift = (left * torch.logspace(0, -2, rank, dtype=torch.float64)) @ right.T
+    exact, stack = (found[0] for found in plain.fold(left.T[None, :8], lift[None], None, "none", torch.bfloat16))
+    form = layout.Form(rank=rank, space="none")
+    gram = layout.gram_of(stack, exact, form)[:rank, :rank]
+    assert gram.dtype == torch.bfloat16
+    p = torch.randn(4096, rank, dtype=torch.float64)
+    half = p.bfloat16()
+    truth = (p @ lift.T).norm(dim=1)
+    ours = ((half.double() @ gram.double()) * p).sum(1).sqrt()
+    literal = (half @ lift.bfloat16().T).double().norm(dim=1)
+    assert ((ours - truth) / truth).abs().max() <= 2 * ((literal - truth) / truth).abs().max()
+
+
+@pytest.mark.parametrize(("rank", "dtype"), [(31, torch.bfloat16), (64, torch.float16), (64, torch.float32)])
+def test_elsewhere_the_gram_matrix_stays_in_full_precision(rank: int, dtype: torch.dtype) -> None:
+    exact, stack = (found[0] for found in plain.fold(*(torch.randn(1, 64, n) for n in (64, rank)), None, "none", dtype))
+    assert layout.gram_of(stack, exact, layout.Form(rank=rank, space="none")).dtype == torch.float32

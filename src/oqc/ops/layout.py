@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
+BF16_GRAM = 32  # the least rank whose G q is a product of bf16
 LAYOUT = 6  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
 
 
@@ -120,8 +121,10 @@ def host_rows(stack: Tensor, form: Form) -> Tensor:
 
 
 def gram_of(stack: Tensor, exact: Tensor, form: Form) -> Tensor:
-    """G, in bf16 where the branch is, else in fp32: fp16 could not hold the squares of large weights."""
-    return (stack if stack.dtype == torch.bfloat16 else exact)[-padded_rank(form) :, -padded_rank(form) :]
+    """G: in bf16 where S is and its errors average out over the rank, else in fp32. In few dimensions a rounded G loses
+    too much of a p that O all but ignores, and fp16 could not hold the squares of large weights."""
+    rounded = stack.dtype == torch.bfloat16 and form.rank >= BF16_GRAM
+    return (stack if rounded else exact)[-padded_rank(form) :, -padded_rank(form) :]
 
 
 def both_columns(stack: Tensor, form: Form) -> int:

@@ -33,6 +33,7 @@ from oqc.ops.layout import (
     host_rows,
     kind_of,
     maps_of,
+    padded_rank,
     place_of,
     saved_shapes,
     split,
@@ -125,15 +126,16 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
         else:
             triton_mix.forward(a, c, form.mix, out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
-        width, host, y = width_of(stack.shape[0], form), x.new_empty(0), None
+        width, host, t = width_of(stack.shape[0], form), x.new_empty(0), None
+        if form.space == "hidden":
+            host = b @ host_rows(stack, form).T
+            t = host[:, width:]
         if form.space != "host":
             branch = (u, v, gate if logit is None else logit[:, 0], stack, gram_of(stack, exact, form))
-            if form.space == "hidden":
-                host, y = b @ host_rows(stack, form).T, x.new_empty(x.shape[0], width)
-            saved = triton_complement.forward(
-                b, *branch, **kind_of(form), save=form.save, out=z, host=None if y is None else host, bias=bias, y=y
-            )
-        if y is None:
+            saved = triton_complement.coefficients(b, *branch, **kind_of(form), save=form.save, out=z, t=t)
+        if form.space == "hidden":
+            y = triton_complement.combination(host[:, :width], z[:, : padded_rank(form)], stack, bias, saved[-1])
+        else:
             y = F.linear(both[:, : stack.shape[1]], stack[:width], cast(bias, x))
     return (y, proj, both, *saved, host) if form.save else (y, *_empty(x, 8))
 
@@ -191,11 +193,11 @@ def complement(*args: Any) -> tuple[Tensor, ...]:
     from oqc.ops import triton_complement
 
     with on_device_of(b):
-        host = b @ host_rows(stack, form).T
-        y = b.new_empty(b.shape[0], width_of(stack.shape[0], form))
+        host, width = b @ host_rows(stack, form).T, width_of(stack.shape[0], form)
         z = b.new_empty(b.shape[0], z_columns(stack, form))
         branch = (u, v, gate, stack, gram_of(stack, exact, form))
-        saved = triton_complement.forward(b, *branch, **kind_of(form), save=form.save, out=z, host=host, bias=bias, y=y)
+        saved = triton_complement.coefficients(b, *branch, **kind_of(form), save=form.save, out=z, t=host[:, width:])
+        y = triton_complement.combination(host[:, :width], z[:, : padded_rank(form)], stack, bias, saved.keep)
     return (y, z, *saved, host if form.space == "hidden" else b.new_empty(0)) if form.save else (y, *_empty(b, 7))
 
 

@@ -2,19 +2,20 @@
 
 With S = [W M; P 0; 0 G], M = W O and G = O^T O (`triton_fold`; full OQC: O^T for P), `rankspace`'s identity per token:
 
-    forward     t = P b (full: O^T b) and q = RMSNorm(u * v) give kappa and z as in `rankspace.coefficients`, and then
-                y = (1 + kappa) W b + M z + bias; where b and z lie side by side and kappa is 0, that is one GEMM,
-                [b | z] [W M]^T + bias, and the kernel ends with z
-    gradients   dz = dy M, then [(1 + kappa) dy | dt | w], du, dv and the gate's, with q recomputed from u and v
+    coefficients   t = P b (full: O^T b) and q = RMSNorm(u * v) give kappa and z as in `rankspace.coefficients`
+    then           y = [b | z] [W M]^T + bias, one GEMM where b and z lie side by side and kappa is 0;
+    combination    y = (1 + kappa) W b + M z + bias elsewhere
+    gradients      dz = dy M, then [(1 + kappa) dy | dt | w], du, dv and the gate's, with q recomputed from u and v
 
 One GEMM of the last buffer's first columns against S yields db, and one of all of it against [b | z | 1] the gradients
 of S and of the bias; for full OQC z and the 1 are kept divided by 1 + kappa, since dM and dbias are sums over dy (and
 the 1 is two columns, one with what the other lost in rounding: dbias would have the error of three roundings). The
 gradient of G is a sum over tokens of e p p^T, p being what is left of q and z a multiple of it: w is the other factor.
 
-A program takes a block of tokens and all of the rank, padded to a power of two and masked, and is fp32 inside. The
-gradients take two kernels, so that neither holds many tiles of that size at once. The gate's is one number a program,
-for PyTorch to add up: no atomics, bit-reproducible.
+A program takes a block of tokens and all of the rank, padded to a power of two and masked, and is fp32 inside, but for
+what it multiplies on tensor cores: z and dy in half precision, q and G in bf16 or tf32. The gradients take two kernels,
+so that neither holds many tiles of that size at once. The gate's is one number a program, for PyTorch to add up: no
+atomics, bit-reproducible.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -54,30 +55,42 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _rms_scale(power, width: tl.constexpr, eps):
-    """1 / rms of a vector whose square is `power`."""
-    return tl.rsqrt(power / width + eps)
+def _rms_norm(x, width: tl.constexpr, eps):
+    """RMSNorm(x) and 1 / rms."""
+    scale = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
+    return x * scale[:, None], scale
 
 
 @triton.jit
-def _against_main(s, t, rank: tl.constexpr, eps):
-    """Eqs. 4 and 5: q = RMSNorm(s) and m = RMSNorm(t) with their scales, |m|^2 + eps, the share of q along m, the rest,
-    and the scale that normalises it. The sums of a round do not wait for each other."""
-    ss, tt, st = tl.sum(s * s, 1), tl.sum(t * t, 1), tl.sum(s * t, 1)
-    q_scale, m_scale = _rms_scale(ss, rank, eps), _rms_scale(tt, rank, eps)
-    main = tt * m_scale * m_scale + eps
-    share = st * q_scale * m_scale / main
-    q, m = s * q_scale[:, None], t * m_scale[:, None]
-    rest = q - share[:, None] * m
-    return q, q_scale, m, m_scale, main, share, rest, _rms_scale(tl.sum(rest * rest, 1), rank, eps)
+def _rms_norm_grad(dy, y, scale, width: tl.constexpr):
+    return scale[:, None] * (dy - y * (tl.sum(dy * y, 1) / width)[:, None])
 
 
 @triton.jit
-def _full(qt, power, energy, hidden: tl.constexpr, eps):
-    """The scalars of full OQC, from <q, t>, |b|^2 and q^T G q: 1 / rho_a, 1 / rho_b, <q, t>, <a, m>, |m|^2, c,
-    |a - c m|^2, 1 / rho_r."""
+def _against_main(q, t, rank: tl.constexpr, eps):
+    """Eqs. 4 and 5: m = RMSNorm(t), the share of q along it, and the rest, normalised."""
+    m, m_scale = _rms_norm(t, rank, eps)
+    main = tl.sum(m * m, 1) + eps
+    share = tl.sum(q * m, 1) / main
+    p, p_scale = _rms_norm(q - share[:, None] * m, rank, eps)
+    return m, m_scale, main, share, p, p_scale
+
+
+@triton.jit
+def _against_main_grad(dp, q, m, m_scale, main, share, p, p_scale, rank: tl.constexpr):
+    dr = _rms_norm_grad(dp, p, p_scale, rank)
+    dshare = -tl.sum(dr * m, 1) / main
+    dq = dr + dshare[:, None] * m
+    dm = dshare[:, None] * q - share[:, None] * dr - (2.0 * dshare * share)[:, None] * m
+    return dq, _rms_norm_grad(dm, m, m_scale, rank)
+
+
+@triton.jit
+def _full(q, t, power, energy, hidden: tl.constexpr, eps):
+    """The scalars of full OQC: 1 / rho_a, 1 / rho_b, <q, t>, <a, m>, |m|^2, c, |a - c m|^2, 1 / rho_r."""
     scale_a = tl.rsqrt(energy / hidden + eps)
     scale_b = tl.rsqrt(power / hidden + eps)
+    qt = tl.sum(q * t, 1)
     inner = qt * scale_a * scale_b
     main = power * scale_b * scale_b
     c = inner / (main + eps)
@@ -124,16 +137,12 @@ def _load_rows(base, row, live, stride: tl.constexpr, column, limit: tl.constexp
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _forward(
+def _coefficients(
     b,  # [T, H], row stride b_row; full only
     u,  # [T, R]
     v,
     gate,
     gram,  # G [padded R, padded R] fp32 or bf16, row stride gram_row
-    stack,
-    host,  # W b [T, D], row stride host_row, where OUTPUT
-    bias,  # [D], where OUTPUT and HAS_BIAS
-    y,  # [T, D], where OUTPUT
     z,  # [T, z_columns], row stride z_row: padded R of z, a one, zeros; full: z and the one divided by keep, and in
     # the next column what the one lost in rounding
     given,  # P b, full: O^T b [T, padded R], row stride given_row
@@ -148,7 +157,6 @@ def _forward(
     hidden: tl.constexpr,
     rank: tl.constexpr,
     padded: tl.constexpr,
-    width: tl.constexpr,
     columns: tl.constexpr,  # of u and v: R, or padded R with zeros
     b_row: tl.constexpr,
     u_row: tl.constexpr,
@@ -156,7 +164,6 @@ def _forward(
     gate_row: tl.constexpr,
     given_row: tl.constexpr,
     gram_row: tl.constexpr,
-    host_row: tl.constexpr,
     z_columns: tl.constexpr,
     z_row: tl.constexpr,
     SPACE: tl.constexpr,
@@ -164,13 +171,10 @@ def _forward(
     GATE: tl.constexpr,
     SAVE: tl.constexpr,
     SAVE_T: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last first: the product before left it in the cache
     first = block.to(tl.int64) * BLOCK_T
@@ -191,17 +195,11 @@ def _forward(
         tl.store(t + first * padded + at, main.to(t.dtype.element_ty), mask=wide)
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
+    q, _ = _rms_norm(u_r * v_r, rank, eps)
     scale = _load_gate(gate, first, row, live, gate_row, GATE)
     one = tl.full([BLOCK_T], 1.0, tl.float32)
-    s = u_r * v_r
     if SPACE == RANK:
-        _q, _qs, _m, _ms, _main, _share, rest, rest_scale = _against_main(s, main, rank, eps)
-        q = rest * rest_scale[:, None]
-    else:
-        if SPACE == HIDDEN:
-            st = tl.sum(s * main, 1)
-        q_scale = _rms_scale(tl.sum(s * s, 1), rank, eps)
-        q = s * q_scale[:, None]
+        _m, _ms, _mm, _share, q, _ps = _against_main(q, main, rank, eps)
     if NORMALISE:
         g = tl.trans(_load_rows(gram, r, r < padded, gram_row, r, padded))  # the same, but as tensor cores take it
         gq = _dot(q.to(g.dtype), g, tl.zeros([BLOCK_T, BLOCK_R], tl.float32), PRECISION)
@@ -210,7 +208,7 @@ def _forward(
             tl.store(gp + first * padded + at, gq.to(gp.dtype.element_ty), mask=wide)
             tl.store(energy + first + row, e, mask=live)
         if SPACE == HIDDEN:
-            scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(st * q_scale, size, e, hidden, eps)
+            scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(q, main, size, e, hidden, eps)
             kept = 1.0 - scale * c * scale_b * scale_r
             kept = tl.where(kept < 0.0, tl.minimum(kept, -least), tl.maximum(kept, least))
             one = 1.0 / kept
@@ -223,24 +221,49 @@ def _forward(
     out = z + first * z_row + row[:, None] * z_row
     tl.store(out + r[None, :], z_r, mask=wide)
     SPARE: tl.constexpr = 32 if z_columns <= padded + 32 else 64
-    after = padded + tl.arange(0, SPARE)[None, :] + tl.zeros_like(row)[:, None]
+    rest = padded + tl.arange(0, SPARE)[None, :] + tl.zeros_like(row)[:, None]
     kept_of_one = one.to(z.dtype.element_ty).to(tl.float32)
-    ones = tl.where(after == padded + 1, (one - kept_of_one)[:, None], 0.0)
-    ones = tl.where(after == padded, kept_of_one[:, None], ones).to(z.dtype.element_ty)
-    tl.store(out + after, ones, mask=live[:, None] & (after < z_columns))
+    ones = tl.where(rest == padded + 1, (one - kept_of_one)[:, None], 0.0)
+    ones = tl.where(rest == padded, kept_of_one[:, None], ones).to(z.dtype.element_ty)
+    tl.store(out + rest, ones, mask=live[:, None] & (rest < z_columns))
 
-    if OUTPUT:
-        for start in range(0, width, BLOCK_D):
-            d = start + tl.arange(0, BLOCK_D)
-            value = _load_rows(host + first * host_row, row, live, host_row, d, width).to(tl.float32)
-            m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
-            value = _dot(z_r, tl.trans(m_d), value, PRECISION)
-            if SPACE == HIDDEN:
-                value = kept[:, None] * value
-            if HAS_BIAS:
-                value += tl.load(bias + d, mask=d < width, other=0.0).to(tl.float32)[None, :]
-            to = y + first * width + row[:, None] * width + d[None, :]
-            tl.store(to, value.to(y.dtype.element_ty), mask=live[:, None] & (d < width)[None, :])
+
+@triton.jit(do_not_specialize=["tokens"])
+def _combination(
+    host,  # W b [T, D], row stride host_row
+    z,  # [T, padded R], row stride z_row
+    stack,
+    bias,  # [D]
+    keep,  # [T] fp32, where KEEP
+    y,  # [T, D]
+    tokens,
+    hidden: tl.constexpr,
+    padded: tl.constexpr,
+    width: tl.constexpr,
+    host_row: tl.constexpr,
+    z_row: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    row = tl.arange(0, BLOCK_T)
+    live = row < tokens - first
+    r = tl.arange(0, BLOCK_R)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    value = _load_rows(host + first * host_row, row, live, host_row, d, width).to(tl.float32)
+    z_r = _load_rows(z + first * z_row, row, live, z_row, r, padded)
+    m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
+    value = _dot(z_r, tl.trans(m_d), value, PRECISION)
+    if KEEP:
+        value = tl.load(keep + first + row, mask=live, other=0.0)[:, None] * value
+    if HAS_BIAS:
+        value += tl.load(bias + d, mask=d < width, other=0.0).to(tl.float32)[None, :]
+    at = y + first * width + row[:, None] * width + d[None, :]
+    tl.store(at, value.to(y.dtype.element_ty), mask=live[:, None] & (d < width)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -346,75 +369,49 @@ def _gradients(
     dz = _load_rows(out + (used - padded), row, live, stacked_row, r, padded).to(tl.float32)
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
+    q, q_scale = _rms_norm(u_r * v_r, rank, eps)
     g = _load_gate(gate, first, row, live, gate_row, GATE)
-    s = u_r * v_r
+    p = q
     if SPACE != NONE:
         t_r = _load_rows(t + first * t_row, row, live, t_row, r, padded).to(tl.float32)
+    if SPACE == RANK:
+        m, m_scale, main, share, p, p_scale = _against_main(q, t_r, rank, eps)
     if NORMALISE:
         e = tl.load(energy + first + row, mask=live, other=0.0)
-        gp_r = _load_rows(gp + first * padded, row, live, padded, r, padded).to(tl.float32)
-    # p and <dz, p>
-    if SPACE == RANK:
-        q, q_scale, m, m_scale, main, share, rest, p_scale = _against_main(s, t_r, rank, eps)
-        p = p_scale[:, None] * rest
-        dzp, dzm = p_scale * tl.sum(dz * rest, 1), tl.sum(dz * m, 1)
-        if NORMALISE:
-            gpm = tl.sum(gp_r * m, 1)
+    dzp = tl.sum(dz * p, 1)
+    if SPACE == HIDDEN:
+        size = tl.load(power + first + row, mask=live, other=0.0)
+        scalars = _full(q, t_r, size, e, hidden, eps)
+        scale = scalars[0] * scalars[7]
+        dk = tl.load(dkappa + first + row, mask=live, other=0.0)
+        dg, dqt, dsize, denergy = _full_grad(dzp, dk, size, e, scalars, hidden, eps)
+        tl.store(dpower + first + row, g * dsize, mask=live)
+        dp = (g * scale)[:, None] * dz + (g * dqt)[:, None] * t_r
+        dt = (g * dqt)[:, None] * q
+    elif NORMALISE:
+        scale = tl.rsqrt(e / hidden + eps)
+        dg = scale * dzp
+        denergy = -0.5 * dzp * scale * scale * scale / hidden
+        dp = (g * scale)[:, None] * dz
     else:
-        ss, dzp = tl.sum(s * s, 1), tl.sum(dz * s, 1)
-        if SPACE == HIDDEN:
-            st = tl.sum(s * t_r, 1)
-        q_scale = _rms_scale(ss, rank, eps)
-        q = q_scale[:, None] * s
-        p, dzp = q, q_scale * dzp
-    # dp = along_z dz + along_gp G p (+ dqt t), and <dp, p>
-    along_z, dpp = g, g * dzp
-    dg = dzp
-    if NORMALISE:
-        if SPACE == HIDDEN:
-            size = tl.load(power + first + row, mask=live, other=0.0)
-            qt = st * q_scale
-            scalars = _full(qt, size, e, hidden, eps)
-            scale = scalars[0] * scalars[7]
-            dk = tl.load(dkappa + first + row, mask=live, other=0.0)
-            dg, dqt, dsize, denergy = _full_grad(dzp, dk, size, e, scalars, hidden, eps)
-            tl.store(dpower + first + row, g * dsize, mask=live)
-        else:
-            scale = tl.rsqrt(e / hidden + eps)
-            dg = scale * dzp
-            denergy = -0.5 * dzp * scale * scale * scale / hidden
-        along_z, along_gp = g * scale, 2.0 * g * denergy  # denergy lacks the gate's factor: z has it
-        dp = along_z[:, None] * dz + along_gp[:, None] * gp_r
-        dpp = along_z * dzp + along_gp * e
-        if SPACE == HIDDEN:
-            dp += (g * dqt)[:, None] * t_r
-            dpp += g * dqt * qt
-            dt = (g * dqt)[:, None] * q
-            denergy *= tl.load(keep + first + row, mask=live, other=1.0)  # z is kept divided by it
-        w = (denergy / scale)[:, None] * p
-    else:
-        dp = along_z[:, None] * dz
-        w = tl.zeros_like(p)
+        dg = dzp
+        dp = g[:, None] * dz
     wide = live[:, None] & (r < padded)[None, :]
     at = out + row[:, None] * stacked_row + r[None, :]
-    tl.store(at + (used - padded), w.to(half), mask=wide)
-    # q and m enter by their directions alone, but for eps: <dq, q> and <dm, m> are all that eps leaves of them
-    if SPACE == RANK:
-        dpm = along_z * dzm
-        if NORMALISE:
-            dpm += along_gp * gpm
-        dr = p_scale[:, None] * (dp - (dpp / rank)[:, None] * p)
-        drm = p_scale * (dpm - p_scale * share * eps * dpp / rank)
-        dshare = -drm / main
-        dqq, dmm = eps * p_scale * p_scale * dpp, -2.0 * eps * share * drm / main
-        dq = dr + dshare[:, None] * m
-        dm = dshare[:, None] * q - share[:, None] * dr - (2.0 * dshare * share + dmm / rank)[:, None] * m
-        dt = m_scale[:, None] * dm
+    if NORMALISE:  # denergy lacks the gate's factor: z has it
+        gp_r = _load_rows(gp + first * padded, row, live, padded, r, padded).to(tl.float32)
+        dp += (2.0 * g * denergy)[:, None] * gp_r
+        if SPACE == HIDDEN:  # z is kept divided by it
+            denergy *= tl.load(keep + first + row, mask=live, other=1.0)
+        w = (denergy / scale)[:, None] * p
     else:
-        dq, dqq = dp, dpp
+        w = tl.zeros_like(p)
+    tl.store(at + (used - padded), w.to(half), mask=wide)
+    if SPACE == RANK:
+        dp, dt = _against_main_grad(dp, q, m, m_scale, main, share, p, p_scale, rank)
     if SPACE != NONE:
         tl.store(at + width, dt.to(half), mask=wide)
-    ds = q_scale[:, None] * (dq - (dqq / rank)[:, None] * q)
+    ds = _rms_norm_grad(dp, q, q_scale, rank)
     wide = live[:, None] & (r < columns)[None, :]
     tl.store(du + first * du_row + row[:, None] * du_row + r[None, :], (ds * v_r).to(half), mask=wide)
     tl.store(dv + first * dv_row + row[:, None] * dv_row + r[None, :], (ds * u_r).to(half), mask=wide)
@@ -452,7 +449,7 @@ class Saved(NamedTuple):
         return cls(t, wide(again), numbers(again), numbers(full), numbers(full))
 
 
-def forward(
+def coefficients(
     b: Tensor,  # [T, H], any row stride
     u: Tensor,  # [T, R], or padded with zeros; any row stride
     v: Tensor,
@@ -467,30 +464,22 @@ def forward(
     eps: float,
     save: bool,
     out: Tensor,  # [z | 1 | 0 ...] as in the kernel: [T, 2 to 64 columns more than padded R], any row stride
-    host: Tensor | None = None,  # [W b | P b or O^T b], any row stride
-    bias: Tensor | None = None,
-    y: Tensor | None = None,  # [T, D], written if there is a host
+    t: Tensor | None = None,  # P b, where it is there already, or O^T b; any row stride
 ) -> Saved:
-    """Writes z, and y where W b is given. Returns what the gradients need; without `save` only some of it is there."""
+    """Writes z. Returns what the gradients need; without `save` only some of it is there."""
     (tokens, hidden), padded = b.shape, gram.shape[0]
     half = b.dtype != torch.float32
     block_r, block_t = lanes(padded), 64 if half else 32
-    width, given, own = 0 if y is None else y.shape[1], b, None
-    if host is not None:
-        given = host[:, width:]
-    elif space == "rank":
+    given, own = b if t is None else t, None
+    if space == "rank" and t is None:
         given = own = b @ stack[-2 * padded : -padded, :hidden].T
     saved = Saved.of(b, padded, space, normalise, save, own)
-    _forward[(cdiv(tokens, block_t),)](
+    _coefficients[(cdiv(tokens, block_t),)](
         b,
         u,
         v,
         gate,
         gram,
-        stack,
-        b if host is None else host,
-        stack if bias is None else bias,
-        b if y is None else y,
         out,
         given,
         *saved,
@@ -500,7 +489,6 @@ def forward(
         hidden,
         rank,
         padded,
-        width,
         u.shape[1],
         b.stride(0),
         u.stride(0),
@@ -508,7 +496,6 @@ def forward(
         gate.stride(0) if gate.dim() else 0,
         given.stride(0),
         gram.stride(0),
-        0 if host is None else host.stride(0),
         out.shape[1],
         out.stride(0),
         SPACE=SPACES[space],
@@ -516,17 +503,44 @@ def forward(
         GATE=GATES[gate_kind],
         SAVE=save,
         SAVE_T=save and space == "rank" and own is None,
-        OUTPUT=y is not None,
-        HAS_BIAS=bias is not None,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
         BLOCK_K=256 if half else 64,
-        BLOCK_D=128 if half else 32,
         num_warps=8 if half else 4,
-        num_stages=UNPIPELINED,
+        num_stages=1,  # by measurement
     )
     return saved
+
+
+def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, keep: Tensor) -> Tensor:
+    """keep (W b + M z) + bias, with keep 1 where it is empty; rows of any stride."""
+    (tokens, width), padded = host.shape, z.shape[1]
+    out = host.new_empty(tokens, width)
+    half = host.dtype != torch.float32
+    block_t, block_d = (64, 256) if half else (32, 32)
+    _combination[(cdiv(tokens, block_t), cdiv(width, block_d))](
+        host,
+        z,
+        stack,
+        stack if bias is None else bias,
+        keep if keep.numel() else host,
+        out,
+        tokens,
+        stack.shape[1] - padded,
+        padded,
+        width,
+        host.stride(0),
+        z.stride(0),
+        HAS_BIAS=bias is not None,
+        KEEP=keep.numel() > 0,
+        PRECISION="tf32" if half else "tf32x3",
+        BLOCK_T=block_t,
+        BLOCK_R=lanes(padded),
+        BLOCK_D=block_d,
+        num_warps=8 if half else 4,
+    )
+    return out
 
 
 def gradients(
