@@ -45,14 +45,15 @@ def main() -> None:
             if direct > 0.5 * tokens**-0.5:
                 lost.append(f"{tokens} ({direct:.4f}: {direct**2 * tokens:.1f} rows)")
         lines.append(f"{m} x {n}: {', '.join(lost) or 'none'}")
-    name = torch.cuda.get_device_name().lower().replace(" ", "-")
+    here = environment(torch.device("cuda"))
+    name = here["gpu"].lower().replace(" ", "-")
     args.out.mkdir(parents=True, exist_ok=True)
     text = "\n".join(
         (
             "Rows that a.T @ b drops in bf16, its result in bf16 or fp32, by their number (error, rows it means):",
             *lines,
             f"largest error of over_tokens in any of these: {worst:.1e}",
-            json.dumps(environment(torch.device("cuda"))),
+            json.dumps(here),
         )
     )
     (args.out / f"products-{name}.txt").write_text(text + "\n")

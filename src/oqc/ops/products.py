@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# For some shapes cuBLAS 12 and 13 split such a sum and drop what follows the last whole block of it: a reproducer is
-# https://github.com/facebookexperimental/triton/pull/2767. So the rest is multiplied apart.
+# For some shapes cuBLAS 12 and 13 split such a sum and drop what follows the last whole block of it:
+# benchmarks/lost_tokens.py shows it, as does https://github.com/facebookexperimental/triton/pull/2767. So the rest is
+# multiplied apart.
 BLOCK = 64
 
 
