@@ -1,10 +1,11 @@
 """AFBO's spatial part in one kernel per direction: b = GELU(DW3x3(a) + bias_a) * (DW3x3(c) + bias_c).
 
 The maps are depthwise, so a thread can own a channel and walk the whole token grid of an image by itself: it reads
-every input once, keeps the rows it still needs in registers, and never waits for another thread. The grid's columns are
-unrolled (the tuples below hold one value a column), its rows are a loop. Grids wider than a strip are cut into column
-strips, each of which recomputes what it needs of its neighbours; rows are never cut. Prefix tokens come before the grid
-and pass by the depthwise maps. Everything is fp32 inside.
+every input once, keeps the rows it still needs in registers, and never waits for another program. The grid's columns
+are unrolled (the tuples below hold one value a column), its rows are a loop. A row is loaded while the one before it is
+worked on, as a tile of tokens by channels in the widest words, and changes hands inside the warp. Grids wider than a
+strip are cut into column strips, each of which recomputes what it needs of its neighbours; rows are never cut. Prefix
+tokens come before the grid and pass by the depthwise maps. Everything is fp32 inside.
 
 Forward, per input row r: finish output row r - 1, go on with row r, begin row r + 1. Backward, from a and c alone:
 
@@ -36,14 +37,25 @@ Taps = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight [H, 1, 3, 3
 
 
 @triton.jit
+def _normal(x):
+    """The normal distribution's cdf, to 2.6e-7, and exp(-x^2 / 2): Abramowitz and Stegun, 7.1.26. With the exponential
+    that the slope needs anyway this is half the instructions of `erf`."""
+    bell = tl.exp2(x * x * -0.7213475204444817)
+    t = 1.0 / (1.0 + 0.23164189 * tl.abs(x))
+    tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+    tail *= bell
+    return tl.where(x < 0.0, tail, 1.0 - tail), bell
+
+
+@triton.jit
 def _gelu(x):
-    return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    return x * _normal(x)[0]
 
 
 @triton.jit
 def _gelu_and_slope(x):
-    cdf = 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
-    return x * cdf, cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    cdf, bell = _normal(x)
+    return x * cdf, cdf + x * 0.3989422804014327 * bell
 
 
 @triton.jit
@@ -68,25 +80,67 @@ def _taps(weight, bias, channel, mask, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _load_row(base, stride, first, columns, channel, hidden, COUNT: tl.constexpr, HALO: tl.constexpr):
-    """COUNT tokens of a grid row from column `first` on, and HALO more on either side (0 outside the grid)."""
+def _load_tile(row, stride, first, columns, channel, limit, TILE: tl.constexpr):
+    """TILE tokens of a grid row from column `first` on, `[TILE, channels]` in the widest words; 0 outside the grid and
+    from channel `limit` on. A tile waits in few registers until `_columns_of` takes it apart."""
+    column = first + tl.arange(0, TILE)
+    mask = ((column >= 0) & (column < columns))[:, None] & (channel < limit)[None, :]
+    return tl.load(row + column[:, None] * stride + channel[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _halve(parts, COUNT: tl.constexpr, HALF: tl.constexpr):
+    """COUNT blocks of 2 HALF columns as twice as many of HALF."""
     out = ()
-    for i in tl.static_range(COUNT + 2 * HALO):
-        column = first + i - HALO
-        limit = hidden
-        if HALO > 0:
-            limit = tl.where((column >= 0) & (column < columns), hidden, 0)
-        out = out + (tl.load(base + column * stride, mask=channel < limit, other=0.0).to(tl.float32),)
+    for i in tl.static_range(COUNT):
+        x = tl.permute(tl.reshape(parts[i], (parts[i].shape[0], 2, HALF)), (0, 2, 1))
+        low, high = tl.split(x)
+        out = out + (low, high)
     return out
 
 
 @triton.jit
-def _store_row(base, stride, first, columns, channel, hidden, values, COUNT: tl.constexpr, CUT: tl.constexpr):
+def _columns_of(tile, COUNT: tl.constexpr, TILE: tl.constexpr):
+    """The first COUNT tokens of a tile of 8 or 16, a tuple of `[channels]` in fp32."""
+    parts = (tl.permute(tile, (1, 0)),)
+    if TILE == 16:
+        parts = _halve(_halve(parts, 1, 8), 2, 4)
+    else:
+        parts = _halve(parts, 1, 4)
+    parts = _halve(parts, TILE // 4, 2)
+    columns = ()
+    for i in tl.static_range(TILE // 2):
+        low, high = tl.split(parts[i])
+        columns = columns + (low, high)
+    out = ()
     for i in tl.static_range(COUNT):
-        limit = hidden
-        if CUT:
-            limit = tl.where(first + i < columns, hidden, 0)
-        tl.store(base + (first + i) * stride, values[i].to(base.dtype.element_ty), mask=channel < limit)
+        out = out + (columns[i].to(tl.float32),)
+    return out
+
+
+@triton.jit
+def _double(parts, COUNT: tl.constexpr, HALF: tl.constexpr):
+    """The inverse of `_halve`: 2 COUNT blocks of HALF columns as COUNT of twice as many."""
+    out = ()
+    for i in tl.static_range(COUNT):
+        x = tl.permute(tl.join(parts[2 * i], parts[2 * i + 1]), (0, 2, 1))
+        out = out + (tl.reshape(x, (x.shape[0], 2 * HALF)),)
+    return out
+
+
+@triton.jit
+def _store_tile(row, stride, first, columns, channel, hidden, values, COUNT: tl.constexpr):
+    """The inverse of `_load_tile` and `_columns_of` for at most 8 tokens."""
+    filled = ()
+    for i in tl.static_range(8):
+        filled = filled + (values[min(i, COUNT - 1)].to(row.dtype.element_ty),)
+    parts = ()
+    for i in tl.static_range(4):
+        parts = parts + (tl.join(filled[2 * i], filled[2 * i + 1]),)
+    tile = tl.permute(_double(_double(parts, 2, 2), 1, 4)[0], (1, 0))
+    j = tl.arange(0, 8)
+    mask = ((j < COUNT) & (first + j < columns))[:, None] & (channel < hidden)[None, :]
+    tl.store(row + (first + j)[:, None] * stride + channel[None, :], tile, mask=mask)
 
 
 @triton.jit
@@ -111,7 +165,7 @@ def _product(left, right, COUNT: tl.constexpr):
     return out
 
 
-@triton.jit(do_not_specialize=["hidden", "tokens", "prefix", "rows", "strips"])
+@triton.jit(do_not_specialize=["tokens", "prefix", "rows", "strips"])
 def _spatial_forward(
     a,  # [images * tokens, H], row stride a_row
     c,
@@ -120,68 +174,74 @@ def _spatial_forward(
     bias_a,  # [H]
     weight_c,
     bias_c,
-    hidden,
     tokens,
     prefix,
     rows,
+    strips,
+    hidden: tl.constexpr,  # and the strides: what the width of a load follows from
     columns: tl.constexpr,
     a_row: tl.constexpr,
     c_row: tl.constexpr,
     b_row: tl.constexpr,
-    strips,
     CUT: tl.constexpr,
     COLS: tl.constexpr,
+    TILE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     EDGE: tl.constexpr = 1 if CUT else 0
-    blocks = tl.cdiv(hidden, BLOCK)
+    WIDE: tl.constexpr = COLS + 2 * EDGE
+    blocks: tl.constexpr = (hidden + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
     channel = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
     unit = tl.num_programs(0) // blocks - 1 - pid // blocks  # the last first: the cache still holds it
     first = (unit % strips) * COLS
     token = (unit // strips).to(tl.int64) * tokens
     mask = channel < hidden
-    a_at, c_at, b_at = a + token * a_row + channel, c + token * c_row + channel, b + token * b_row + channel
     if unit % strips == 0:
-        for _ in range(prefix):
-            left = tl.load(a_at, mask=mask, other=0.0).to(tl.float32)
-            right = tl.load(c_at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(b_at, (_gelu(left) * right).to(b.dtype.element_ty), mask=mask)
-            a_at += a_row
-            c_at += c_row
-            b_at += b_row
-    else:
-        a_at += prefix * a_row
-        c_at += prefix * c_row
-        b_at += prefix * b_row
+        for p in range(prefix):
+            left = tl.load(a + (token + p) * a_row + channel, mask=mask, other=0.0).to(tl.float32)
+            right = tl.load(c + (token + p) * c_row + channel, mask=mask, other=0.0).to(tl.float32)
+            tl.store(b + (token + p) * b_row + channel, (_gelu(left) * right).to(b.dtype.element_ty), mask=mask)
+    token += prefix
+    a_at, c_at, b_at = a + token * a_row, c + token * c_row, b + token * b_row
+    tile_a = _load_tile(a_at, a_row, first - EDGE, columns, channel, hidden, TILE)
+    tile_c = _load_tile(c_at, c_row, first - EDGE, columns, channel, hidden, TILE)
     ta = _taps(weight_a, bias_a, channel, mask, HAS_BIAS)
     tc = _taps(weight_c, bias_c, channel, mask, HAS_BIAS)
     start_a, start_c = _filled(ta[9], COLS), _filled(tc[9], COLS)
-    xa = _load_row(a_at, a_row, first, columns, channel, hidden, COLS, EDGE)
-    xc = _load_row(c_at, c_row, first, columns, channel, hidden, COLS, EDGE)
-    left, right = (
-        _add_row(start_a, xa, ta[3], ta[4], ta[5], COLS, EDGE),
-        _add_row(start_c, xc, tc[3], tc[4], tc[5], COLS, EDGE),
-    )
-    next_left = _add_row(start_a, xa, ta[0], ta[1], ta[2], COLS, EDGE)
-    next_right = _add_row(start_c, xc, tc[0], tc[1], tc[2], COLS, EDGE)
-    for _ in range(1, rows):
+    left, right, next_left, next_right = start_a, start_c, start_a, start_c
+    for r in range(rows):  # row r ends output row r - 1, goes on with row r and begins row r + 1
+        xa, xc = _columns_of(tile_a, WIDE, TILE), _columns_of(tile_c, WIDE, TILE)
         a_at += columns * a_row
         c_at += columns * c_row
-        xa = _load_row(a_at, a_row, first, columns, channel, hidden, COLS, EDGE)
-        xc = _load_row(c_at, c_row, first, columns, channel, hidden, COLS, EDGE)
-        left = _add_row(left, xa, ta[6], ta[7], ta[8], COLS, EDGE)
-        right = _add_row(right, xc, tc[6], tc[7], tc[8], COLS, EDGE)
-        _store_row(b_at, b_row, first, columns, channel, hidden, _product(left, right, COLS), COLS, CUT)
-        b_at += columns * b_row
+        below = tl.where(r + 1 < rows, hidden, 0)
+        tile_a = _load_tile(a_at, a_row, first - EDGE, columns, channel, below, TILE)
+        tile_c = _load_tile(c_at, c_row, first - EDGE, columns, channel, below, TILE)
+        if r > 0:
+            left = _add_row(left, xa, ta[6], ta[7], ta[8], COLS, EDGE)
+            right = _add_row(right, xc, tc[6], tc[7], tc[8], COLS, EDGE)
+            _store_tile(b_at, b_row, first, columns, channel, hidden, _product(left, right, COLS), COLS)
+            b_at += columns * b_row
         left, right = (
             _add_row(next_left, xa, ta[3], ta[4], ta[5], COLS, EDGE),
             _add_row(next_right, xc, tc[3], tc[4], tc[5], COLS, EDGE),
         )
         next_left = _add_row(start_a, xa, ta[0], ta[1], ta[2], COLS, EDGE)
         next_right = _add_row(start_c, xc, tc[0], tc[1], tc[2], COLS, EDGE)
-    _store_row(b_at, b_row, first, columns, channel, hidden, _product(left, right, COLS), COLS, CUT)
+    _store_tile(b_at, b_row, first, columns, channel, hidden, _product(left, right, COLS), COLS)
+
+
+@triton.jit
+def _load_powers(row, first, columns, COUNT: tl.constexpr, EDGE: tl.constexpr):
+    """The gradient of |b|^2 of COUNT tokens of a row, a number each."""
+    out = ()
+    for i in tl.static_range(COUNT):
+        if EDGE > 0:
+            out = out + (tl.load(row + first + i, mask=(first + i >= 0) & (first + i < columns), other=0.0),)
+        else:
+            out = out + (tl.load(row + first + i),)
+    return out
 
 
 @triton.jit
@@ -229,7 +289,7 @@ def _sum_row(acc, values, first, columns, COUNT: tl.constexpr, CUT: tl.constexpr
     return acc
 
 
-@triton.jit(do_not_specialize=["hidden", "images", "groups", "tokens", "prefix", "rows", "strips"])
+@triton.jit(do_not_specialize=["images", "groups", "tokens", "prefix", "rows", "strips"])
 def _spatial_backward(
     db,
     dpower,  # [images * tokens] fp32, or unused
@@ -242,19 +302,19 @@ def _spatial_backward(
     bias_a,
     weight_c,
     bias_c,
-    hidden,
     images,
     groups,
     tokens,
     prefix,
     rows,
+    strips,
+    hidden: tl.constexpr,
     columns: tl.constexpr,
     db_row: tl.constexpr,
     a_row: tl.constexpr,
     c_row: tl.constexpr,
     da_row: tl.constexpr,
     dc_row: tl.constexpr,
-    strips,
     CUT: tl.constexpr,
     COLS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -263,48 +323,53 @@ def _spatial_backward(
 ):
     EDGE: tl.constexpr = 1 if CUT else 0
     MID: tl.constexpr = COLS + 2 * EDGE  # columns of dleft and dright
-    blocks = tl.cdiv(hidden, BLOCK)
+    WIDE: tl.constexpr = COLS + 4 * EDGE  # columns of a and c
+    TILE: tl.constexpr = 8
+    blocks: tl.constexpr = (hidden + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
     channel = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
     group = pid // blocks
     mask = channel < hidden
-    lanes = tl.zeros([BLOCK], tl.int32)
     none = tl.zeros([BLOCK], tl.float32)
     ta = _taps(weight_a, bias_a, channel, mask, HAS_BIAS)
     tc = _taps(weight_c, bias_c, channel, mask, HAS_BIAS)
     start_a, start_c, zero = _filled(ta[9], MID), _filled(tc[9], MID), _filled(none, COLS)
-    blank = _filled(none, MID + 2 * EDGE)
+    blank = _filled(none, WIDE)
     grad_a, grad_c = _filled(none, 10), _filled(none, 10)
     sum_a, sum_c = none, none
-    for i in range(group, images * strips, groups):
-        unit = images * strips - 1 - i  # the last first, as in the forward
+    units = images * strips
+    unit = units - 1 - group  # the last first, as in the forward
+    first = (unit % strips) * COLS
+    token = (unit // strips).to(tl.int64) * tokens + prefix
+    tile_a = _load_tile(a + token * a_row, a_row, first - 2 * EDGE, columns, channel, hidden, TILE)
+    tile_c = _load_tile(c + token * c_row, c_row, first - 2 * EDGE, columns, channel, hidden, TILE)
+    for _ in range(group, units, groups):
         first = (unit % strips) * COLS
         token = (unit // strips).to(tl.int64) * tokens
-        a_at, c_at, db_at = a + token * a_row + channel, c + token * c_row + channel, db + token * db_row + channel
-        da_at, dc_at, dp_at = da + token * da_row + channel, dc + token * dc_row + channel, dpower + token + lanes
         if unit % strips == 0:
             for p in range(prefix):
-                left = (tl.load(a_at + p * a_row, mask=mask, other=0.0).to(tl.float32),)
-                right = (tl.load(c_at + p * c_row, mask=mask, other=0.0).to(tl.float32),)
-                grad = (tl.load(db_at + p * db_row, mask=mask, other=0.0).to(tl.float32),)
+                left = (tl.load(a + (token + p) * a_row + channel, mask=mask, other=0.0).to(tl.float32),)
+                right = (tl.load(c + (token + p) * c_row + channel, mask=mask, other=0.0).to(tl.float32),)
+                grad = (tl.load(db + (token + p) * db_row + channel, mask=mask, other=0.0).to(tl.float32),)
+                power = grad
                 if POWER:
-                    power = _load_row(dp_at, 1, p, columns, channel, hidden, 1, 0)
-                else:
-                    power = grad
+                    power = (tl.load(dpower + token + p),)
                 dleft, dright = _pre_gradients(left, right, grad, power, 1, POWER)
                 sum_a += dleft[0]
                 sum_c += dright[0]
-                tl.store(da_at + p * da_row, dleft[0].to(da.dtype.element_ty), mask=mask)
-                tl.store(dc_at + p * dc_row, dright[0].to(dc.dtype.element_ty), mask=mask)
-        a_at += prefix * a_row
-        c_at += prefix * c_row
-        db_at += prefix * db_row
-        da_at += prefix * da_row
-        dc_at += prefix * dc_row
-        dp_at += prefix
+                tl.store(da + (token + p) * da_row + channel, dleft[0].to(da.dtype.element_ty), mask=mask)
+                tl.store(dc + (token + p) * dc_row + channel, dright[0].to(dc.dtype.element_ty), mask=mask)
+        token += prefix
+        a_at, c_at, db_at = a + token * a_row, c + token * c_row, db + token * db_row
+        da_at, dc_at, dp_at = da + token * da_row, dc + token * dc_row, dpower + token
         a0, c0 = blank, blank
-        a1 = _load_row(a_at, a_row, first, columns, channel, hidden, COLS, 2 * EDGE)
-        c1 = _load_row(c_at, c_row, first, columns, channel, hidden, COLS, 2 * EDGE)
+        a1, c1 = _columns_of(tile_a, WIDE, TILE), _columns_of(tile_c, WIDE, TILE)
+        a_at += columns * a_row
+        c_at += columns * c_row
+        below = tl.where(rows > 1, hidden, 0)
+        tile_a = _load_tile(a_at, a_row, first - 2 * EDGE, columns, channel, below, TILE)
+        tile_c = _load_tile(c_at, c_row, first - 2 * EDGE, columns, channel, below, TILE)
+        tile_b = _load_tile(db_at, db_row, first - EDGE, columns, channel, hidden, TILE)
         left, right = (
             _add_row(start_a, a1, ta[3], ta[4], ta[5], MID, EDGE),
             _add_row(start_c, c1, tc[3], tc[4], tc[5], MID, EDGE),
@@ -312,17 +377,26 @@ def _spatial_backward(
         next_left = _add_row(start_a, a1, ta[0], ta[1], ta[2], MID, EDGE)
         next_right = _add_row(start_c, c1, tc[0], tc[1], tc[2], MID, EDGE)
         out_a, out_c, next_a, next_c = zero, zero, zero, zero
+        unit -= groups  # the next: its first row is loaded while this one's last is worked on
+        after = tl.maximum(unit, 0)
+        ahead = (after // strips).to(tl.int64) * tokens + prefix
         for r in range(1, rows + 1):  # dleft and dright of row r - 1, then da and dc of row r - 2
+            a2, c2 = _columns_of(tile_a, WIDE, TILE), _columns_of(tile_c, WIDE, TILE)
+            grad = _columns_of(tile_b, MID, TILE)
+            power = grad
+            if POWER:
+                power = _load_powers(dp_at, first - EDGE, columns, MID, EDGE)
             a_at += columns * a_row
             c_at += columns * c_row
-            below = tl.where(r < rows, hidden, 0)
-            a2 = _load_row(a_at, a_row, first, columns, channel, below, COLS, 2 * EDGE)
-            c2 = _load_row(c_at, c_row, first, columns, channel, below, COLS, 2 * EDGE)
-            grad = _load_row(db_at, db_row, first, columns, channel, hidden, COLS, EDGE)
-            if POWER:
-                power = _load_row(dp_at, 1, first, columns, channel, hidden, COLS, EDGE)
-            else:
-                power = grad
+            db_at += columns * db_row
+            at = first - 2 * EDGE
+            below = tl.where(r + 1 < rows, hidden, 0)
+            if r == rows:
+                a_at, c_at, at = a + ahead * a_row, c + ahead * c_row, (after % strips) * COLS - 2 * EDGE
+                below = hidden
+            tile_a = _load_tile(a_at, a_row, at, columns, channel, below, TILE)
+            tile_c = _load_tile(c_at, c_row, at, columns, channel, below, TILE)
+            tile_b = _load_tile(db_at, db_row, first - EDGE, columns, channel, tl.where(r < rows, hidden, 0), TILE)
             left = _add_row(left, a2, ta[6], ta[7], ta[8], MID, EDGE)
             right = _add_row(right, c2, tc[6], tc[7], tc[8], MID, EDGE)
             dleft, dright = _pre_gradients(left, right, grad, power, MID, POWER)
@@ -340,8 +414,8 @@ def _spatial_backward(
             if r > 1:
                 sum_a = _sum_row(sum_a, out_a, first, columns, COLS, CUT)
                 sum_c = _sum_row(sum_c, out_c, first, columns, COLS, CUT)
-                _store_row(da_at, da_row, first, columns, channel, hidden, out_a, COLS, CUT)
-                _store_row(dc_at, dc_row, first, columns, channel, hidden, out_c, COLS, CUT)
+                _store_tile(da_at, da_row, first, columns, channel, hidden, out_a, COLS)
+                _store_tile(dc_at, dc_row, first, columns, channel, hidden, out_c, COLS)
                 da_at += columns * da_row
                 dc_at += columns * dc_row
             out_a, out_c = (
@@ -350,12 +424,11 @@ def _spatial_backward(
             )
             next_a = _add_row(zero, dleft, ta[8], ta[7], ta[6], COLS, EDGE)
             next_c = _add_row(zero, dright, tc[8], tc[7], tc[6], COLS, EDGE)
-            db_at += columns * db_row
             dp_at += columns
         sum_a = _sum_row(sum_a, out_a, first, columns, COLS, CUT)
         sum_c = _sum_row(sum_c, out_c, first, columns, COLS, CUT)
-        _store_row(da_at, da_row, first, columns, channel, hidden, out_a, COLS, CUT)
-        _store_row(dc_at, dc_row, first, columns, channel, hidden, out_c, COLS, CUT)
+        _store_tile(da_at, da_row, first, columns, channel, hidden, out_a, COLS)
+        _store_tile(dc_at, dc_row, first, columns, channel, hidden, out_c, COLS)
     partial += group.to(tl.int64) * 22 * hidden
     for i in tl.static_range(9):
         tl.store(partial + channel * 9 + i, grad_a[i], mask=mask)
@@ -377,17 +450,18 @@ def forward(a: Tensor, c: Tensor, taps: Taps, *, tokens: int, grid: tuple[int, i
         c,
         out,
         *_pointers(taps),
-        hidden,
         tokens,
         prefix,
         rows,
+        strips,
+        hidden,
         columns,
         a.stride(0),
         c.stride(0),
         out.stride(0),
-        strips,
         CUT=strips > 1,
         COLS=width,
+        TILE=16 if strips > 1 else 8,
         HAS_BIAS=taps[1] is not None,
         BLOCK=CHANNELS,
         num_warps=1,
@@ -424,19 +498,19 @@ def backward(
         dc,
         partial,
         *_pointers(taps),
-        hidden,
         images,
         groups,
         tokens,
         prefix,
         rows,
+        strips,
+        hidden,
         columns,
         db.stride(0),
         a.stride(0),
         c.stride(0),
         da.stride(0),
         dc.stride(0),
-        strips,
         CUT=strips > 1,
         COLS=width,
         HAS_BIAS=taps[1] is not None,
