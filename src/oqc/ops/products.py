@@ -17,8 +17,9 @@ def over_tokens(a: Tensor, b: Tensor, *, full: bool = True, out: Tensor | None =
     half = a.dtype in (torch.bfloat16, torch.float16)
     whole = len(a) - len(a) % BLOCK
     if half and 0 < whole < len(a):
-        rest = over_tokens(a[whole:], b[whole:], full=full)
-        return over_tokens(a[:whole], b[:whole], full=full, out=out).add_(rest)
+        found = over_tokens(a[:whole], b[:whole]).add_(over_tokens(a[whole:], b[whole:]))
+        found = found if full else found.to(a.dtype)  # rounded once, after the sum
+        return found if out is None else out.copy_(found)
     if half and full and a.is_cuda:
         return torch.mm(a.T, b, torch.float32) if out is None else torch.mm(a.T, b, torch.float32, out=out)
     found = (a.T @ b).float() if full else a.T @ b
