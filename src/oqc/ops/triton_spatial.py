@@ -29,8 +29,10 @@ from oqc.ops.layout import cdiv
 from oqc.ops.triton_sums import column_sums
 
 CHANNELS = 32  # a program is one warp, a thread one channel
-COLUMNS = 8  # of the grid that a thread holds at once
-COLUMNS_CUT = 4  # the same for the backward on wider grids, where each side needs two more (3 abort LLVM in Triton 3.6)
+COLUMNS = (
+    8  # of the grid that a thread holds at once; narrower grids are filled up (odd numbers abort Triton 3.6's LLVM)
+)
+COLUMNS_CUT = 4  # the same for the backward on wider grids, where each side needs two more columns
 FORWARD_WARPS, BACKWARD_WARPS = 16, 8  # a multiprocessor: what the registers leave room for
 
 Taps = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight [H, 1, 3, 3] and bias [H] of both maps
@@ -292,9 +294,9 @@ def _tap_gradients(acc, d, x0, x1, x2, COUNT: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def _sum_row(acc, values, first, columns, COUNT: tl.constexpr, CUT: tl.constexpr):
+def _sum_row(acc, values, first, columns, COUNT: tl.constexpr, BEYOND: tl.constexpr):
     for i in tl.static_range(COUNT):
-        if CUT:
+        if BEYOND:
             acc += tl.where(first + i < columns, values[i], 0.0)
         else:
             acc += values[i]
@@ -336,6 +338,7 @@ def _spatial_backward(
     EDGE: tl.constexpr = 1 if CUT else 0
     MID: tl.constexpr = COLS + 2 * EDGE  # columns of dleft and dright
     WIDE: tl.constexpr = COLS + 4 * EDGE  # columns of a and c
+    BEYOND: tl.constexpr = CUT or columns < COLS  # whether some of them are none of the grid's
     TILE: tl.constexpr = 8
     blocks: tl.constexpr = (hidden + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
@@ -431,8 +434,8 @@ def _spatial_backward(
             out_a = _add_row(out_a, dleft, ta[2], ta[1], ta[0], COLS, EDGE)
             out_c = _add_row(out_c, dright, tc[2], tc[1], tc[0], COLS, EDGE)
             if r > 1:
-                sum_a = _sum_row(sum_a, out_a, first, columns, COLS, CUT)
-                sum_c = _sum_row(sum_c, out_c, first, columns, COLS, CUT)
+                sum_a = _sum_row(sum_a, out_a, first, columns, COLS, BEYOND)
+                sum_c = _sum_row(sum_c, out_c, first, columns, COLS, BEYOND)
                 _store_tile(da_at, da_row, first, columns, channel, hidden, out_a, COLS)
                 _store_tile(dc_at, dc_row, first, columns, channel, hidden, out_c, COLS)
                 da_at += columns * da_row
@@ -443,8 +446,8 @@ def _spatial_backward(
             )
             next_a = _add_row(zero, dleft, ta[8], ta[7], ta[6], COLS, EDGE)
             next_c = _add_row(zero, dright, tc[8], tc[7], tc[6], COLS, EDGE)
-        sum_a = _sum_row(sum_a, out_a, first, columns, COLS, CUT)
-        sum_c = _sum_row(sum_c, out_c, first, columns, COLS, CUT)
+        sum_a = _sum_row(sum_a, out_a, first, columns, COLS, BEYOND)
+        sum_c = _sum_row(sum_c, out_c, first, columns, COLS, BEYOND)
         _store_tile(da_at, da_row, first, columns, channel, hidden, out_a, COLS)
         _store_tile(dc_at, dc_row, first, columns, channel, hidden, out_c, COLS)
     partial += group.to(tl.int64) * 22 * hidden
@@ -460,7 +463,7 @@ def _spatial_backward(
 def forward(a: Tensor, c: Tensor, taps: Taps, *, tokens: int, grid: tuple[int, int], prefix: int, out: Tensor) -> None:
     """Writes b into `out`; a, c and out are `[images * tokens, H]` with any row stride."""
     hidden, (rows, columns) = a.shape[1], grid
-    strips, width = _strips(columns, COLUMNS)
+    strips = cdiv(columns, COLUMNS)
     images, blocks, groups = _programs(a, tokens, strips, FORWARD_WARPS)
     _spatial_forward[(blocks * groups,)](
         a,
@@ -479,7 +482,7 @@ def forward(a: Tensor, c: Tensor, taps: Taps, *, tokens: int, grid: tuple[int, i
         c.stride(0),
         out.stride(0),
         CUT=strips > 1,
-        COLS=width,
+        COLS=COLUMNS,
         TILE=16 if strips > 1 else 8,
         HAS_BIAS=taps[1] is not None,
         BLOCK=CHANNELS,
@@ -503,7 +506,8 @@ def backward(
     """Writes da and dc; returns the other gradients in one fp32 vector of 22 H: taps and bias of the first map, of
     the second, then the sums of da and of dc over all tokens. `dpower` [T] is the gradient of |b|^2, if any."""
     hidden, (rows, columns) = a.shape[1], grid
-    strips, width = _strips(columns, COLUMNS) if columns <= COLUMNS else (cdiv(columns, COLUMNS_CUT), COLUMNS_CUT)
+    width = COLUMNS if columns <= COLUMNS else COLUMNS_CUT
+    strips = cdiv(columns, width)
     images, blocks, groups = _programs(a, tokens, strips, BACKWARD_WARPS)
     partial = torch.empty(groups, 22 * hidden, device=a.device, dtype=torch.float32)
     _spatial_backward[(blocks * groups,)](
@@ -548,12 +552,6 @@ def _programs(a: Tensor, tokens: int, strips: int, warps: int) -> tuple[int, int
     images, blocks = a.shape[0] // tokens, cdiv(a.shape[1], CHANNELS)
     share = max(1, cdiv(images * strips, max(1, processors(a.device) * warps // blocks)))
     return images, blocks, cdiv(images * strips, share)
-
-
-def _strips(columns: int, most: int) -> tuple[int, int]:
-    """Into how many strips the columns are cut, and how wide those are."""
-    strips = cdiv(columns, most)
-    return strips, cdiv(columns, strips)
 
 
 def _pointers(taps: Taps) -> tuple[Tensor, Tensor, Tensor, Tensor]:
