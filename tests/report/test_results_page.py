@@ -220,3 +220,13 @@ def test_speed_is_that_of_runs_that_had_the_device_to_themselves():
     assert whys["OQC-LR trains faster than OQC full"] == "not run yet"  # low-rank is not there
     more = comparison.compare(records + suite({}, presets=("cifar100_lowrank_r56",)))
     assert more.findings[next(c for c in more.findings if c.metric == "images_per_s")].why == "not measured"
+
+
+def test_speeds_of_two_versions_of_the_code_are_not_compared():
+    def at(commit, records, speed):
+        return [record | {"images_per_s": speed, "environment": {"commit": commit}} for record in records]
+
+    afbo, full = (suite({}, presets=(preset,)) for preset in (AFBO, FULL))
+    assert comparison.compare(at("a", afbo, 100.0) + at("b", full, 300.0)).speed(FULL) is None
+    mixed = at("a", afbo[:2], 100.0) + at("b", afbo[2:], 400.0) + at("b", full, 300.0)
+    assert comparison.compare(mixed).speed(FULL) == pytest.approx(0.75)

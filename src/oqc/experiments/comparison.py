@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,9 +37,10 @@ class Comparison:
         return found if isinstance(found, Finding) else None
 
     def speed(self, preset: str) -> float | None:
-        """Training throughput as a share of AFBO+PR's."""
-        own, base = (self.rows.get(name, {}).get("images_per_s") for name in (preset, AFBO))
-        return own / base if own and base else None
+        """Training throughput as a share of AFBO+PR's, as far as one version of the code trained both."""
+        own, base = (_speeds(self.frozen, name) for name in (preset, AFBO))
+        ratios = [own[commit] / base[commit] for commit in own.keys() & base.keys()]
+        return statistics.fmean(ratios) if ratios else None
 
 
 def compare(records: Sequence[Record]) -> Comparison:
@@ -47,6 +49,16 @@ def compare(records: Sequence[Record]) -> Comparison:
     return Comparison(
         records, frozen, {row["preset"]: row for row in rows(records)}, dict(zip(CLAIMS, outcomes, strict=True))
     )
+
+
+def _speeds(records: Sequence[Record], preset: str) -> dict[str | None, float]:
+    """Images per second by the commit they were measured at."""
+    found: dict[str | None, list[float]] = {}
+    for record in records:
+        speed = speed_of(record)
+        if record["preset"] == preset and speed:
+            found.setdefault(record["environment"].get("commit"), []).append(speed)
+    return {commit: statistics.median(speeds) for commit, speeds in found.items()}
 
 
 def _frozen(records: Sequence[Record]) -> list[Record]:

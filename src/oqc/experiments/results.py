@@ -38,8 +38,9 @@ CAPTIONS = {
 _TABLES = (
     "Best test accuracy over training in percent, as the paper reports it, mean ± standard deviation over the seeds;"
     " final is the mean after the last epoch. Gain is the seed-paired difference from AFBO+PR, where nothing else is"
-    " said. Speed is training throughput as a share of AFBO+PR's, so that two machines can be compared. The paper's"
-    " parameters, images/s and speed stand in brackets.\n"
+    " said. Speed is training throughput as a share of AFBO+PR's, so that two machines can be compared, and of AFBO+PR"
+    " trained by the same version of the code; the kernels grew faster between runs, so images/s of two rows may not be"
+    " comparable. The paper's parameters, images/s and speed stand in brackets.\n"
 )
 _SMALL = (
     "The CIFAR-100 presets shrunk to 8 x 8 digits, width, depth and rank in proportion; names keep the rank of the full"
