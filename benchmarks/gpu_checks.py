@@ -30,8 +30,8 @@ from oqc.train.environment import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILY = re.compile(r"\[(D\d+-H\d+-.*?)(-torch\.\w+)?\]$")  # an id ends with the kernels that its test needs
-FIRST = ("tests/train", "three_hundred_shapes", "awkward_shapes", "test_triton_fused.py")
-CHUNK = 6  # tests of one file for a process, where they share no kernels
+FIRST = ("tests/train", "test_triton_spatial.py", "three_hundred_shapes", "awkward_shapes", "test_triton_fused.py")
+CHUNK = 3  # tests of one file for a process, where they share no kernels
 
 
 def pytest(*options: str) -> list[str]:
@@ -84,11 +84,14 @@ def run(names: list[str], until: float) -> list[dict[str, Any]]:
         command = pytest("-q", f"--junit-xml={report}", "--tb=short", *names)
         environ = os.environ | {"OMP_NUM_THREADS": "1"}
         try:
-            output = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=left).stdout
+            result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=left)
         except subprocess.TimeoutExpired:
             return [{"test": name, "outcome": "cut short"} for name in names]
         if not report.exists():
-            return [{"test": name, "outcome": "crashed", "message": output[-2000:]} for name in names]
+            return [
+                {"test": name, "outcome": "crashed", "message": (result.stdout + result.stderr)[-2000:]}
+                for name in names
+            ]
         cases = ElementTree.parse(report).getroot().iter("testcase")
         rows = {_name(case): _row(case) for case in cases}
     return [{"test": name, **rows.get(name, {"outcome": "not run"})} for name in names]
