@@ -29,9 +29,7 @@ from oqc.ops.layout import cdiv
 from oqc.ops.triton_sums import column_sums
 
 CHANNELS = 32  # a program is one warp, a thread one channel
-COLUMNS = (
-    8  # of the grid that a thread holds at once; narrower grids are filled up (odd numbers abort Triton 3.6's LLVM)
-)
+COLUMNS = 8  # of the grid that a thread holds at once; narrower grids are filled up: 3 and 7 abort Triton 3.6's LLVM
 COLUMNS_CUT = 4  # the same for the backward on wider grids, where each side needs two more columns
 FORWARD_WARPS, BACKWARD_WARPS = 16, 8  # a multiprocessor: what the registers leave room for
 
@@ -40,7 +38,7 @@ Taps = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight [H, 1, 3, 3
 
 @triton.jit
 def _normal(x):
-    """The normal distribution's cdf and exp(-x^2 / 2), which the slope needs anyway: half the instructions of `erf`.
+    """The normal distribution's cdf and exp(-x^2 / 2), which the slope needs anyway: fewer instructions than `erf`.
 
     In the form of Abramowitz and Stegun's 7.1.26, a term longer, its numbers fitted anew: 4e-9 off before rounding.
     """
