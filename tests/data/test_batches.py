@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from oqc import seeding
 from oqc.config import Data
@@ -216,6 +217,43 @@ def test_next_traces_into_one_graph() -> None:
     for step in (0, 9):
         expected, got = source.next(torch.tensor(step)), traced(torch.tensor(step))
         assert all(torch.equal(p, q) for p, q in zip(expected, got, strict=True))
+
+
+def same_bits(one: tuple[Tensor, ...], two: tuple[Tensor, ...]) -> bool:
+    found, expected = ([(p.dtype, p.cpu().contiguous().view(torch.uint8)) for p in parts] for parts in (one, two))
+    return all(p[0] == q[0] and torch.equal(p[1], q[1]) for p, q in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "large crop", "all"])
+def test_compiled_batches_are_the_same_bits(name: str) -> None:
+    """Also in other epochs and of other seeds, for which nothing is compiled anew."""
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    for seed in (SEED, 8):
+        eager, compiled = batches(SETTINGS[name], seed=seed), batches(SETTINGS[name], seed=seed)
+        compiled.compile(deterministic=True)
+        for epoch, step in ((0, 0), (0, 2), (4, 13), (2, 2**40 + 1)):
+            eager.start_epoch(epoch)
+            compiled.start_epoch(epoch)
+            assert same_bits(compiled.next(torch.tensor(step)), eager.next(torch.tensor(step)))
+    assert counters["stats"]["unique_graphs"] == before + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["plain", "crop", "large crop", "flip", "cutout", "odd cutout"])
+def test_compiled_on_the_gpu_they_are_the_cpus_bits(name: str, deterministic: bool) -> None:
+    torch._dynamo.reset()  # PyTorch would run the ninth setting uncompiled
+    before = counters["stats"]["unique_graphs"]
+    expected, config = batches(SETTINGS[name]), Data(name="random", **SETTINGS[name])
+    source = Batches(DATASET.train, DATASET, config, batch=B, seed=SEED, device="cuda")
+    source.compile(deterministic=deterministic)
+    for epoch, step in ((0, 0), (0, 2), (4, 13), (2, 2**40 + 1)):
+        source.start_epoch(epoch)
+        expected.start_epoch(epoch)
+        assert same_bits(source.next(torch.tensor(step, device="cuda")), expected.next(torch.tensor(step)))
+    assert counters["stats"]["unique_graphs"] == before + 1
 
 
 @pytest.mark.gpu

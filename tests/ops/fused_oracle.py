@@ -37,11 +37,12 @@ class Case(NamedTuple):
     complement: bool = True
     mix: str = "afbo"  # or an activation
     gated: bool = True
+    residual: bool = False  # added in the operator, in fp32
 
     def __str__(self) -> str:
         kind = f"{self.space}-{self.gate}" if self.complement else "host"
         host = "" if self.mix == "afbo" else f"-{self.mix}" + "-gated" * self.gated
-        return f"D{self.width}-H{self.hidden}-R{self.rank}-w{self.columns}-{kind}{host}"
+        return f"D{self.width}-H{self.hidden}-R{self.rank}-w{self.columns}-{kind}{host}" + "-sum" * self.residual
 
 
 SMALL = [
@@ -53,6 +54,10 @@ SMALL = [
     Case(20, 16, 4, 4, shared=True),
     Case(20, 24, 8, 9, gate="one"),
     Case(16, 40, 1, 8, complement=False),
+    Case(16, 24, 8, 3, gate="token", residual=True),
+    Case(20, 40, 11, 3, space="hidden", residual=True),
+    Case(20, 24, 5, 2, space="none", residual=True),
+    Case(20, 24, 5, 3, complement=False, residual=True),
     Case(264, 24, 5, 2),
     Case(16, 80, 70, 2),
     Case(12, 96, 75, 2, space="hidden"),
@@ -61,9 +66,9 @@ SMALL = [
     Case(12, 16, 4, 2, shared=True, mix="quick_gelu", gated=False),
 ]
 LARGE = [
-    Case(256, 664, 56, 8),
-    Case(256, 664, 64, 8, space="hidden"),
-    Case(256, 664, 83, 8, gate="token"),
+    Case(256, 664, 56, 8, residual=True),
+    Case(256, 664, 64, 8, space="hidden", residual=True),
+    Case(256, 664, 83, 8, gate="token", residual=True),
     Case(256, 664, 56, 8, complement=False),
     Case(320, 328, 48, 14),
     Case(384, 200, 33, 7, space="hidden"),
@@ -88,6 +93,7 @@ def tensors(case: Case, images: int, rows: int, prefix: int, seed: int) -> dict[
         "map_a": normal(h, d, scale=d**-0.5),
         "weight": normal(d, h, scale=h**-0.5),
     }
+    named |= {"residual": normal(images, prefix + rows * case.columns, d)} if case.residual else {}
     named |= {"map_b": normal(h, d, scale=d**-0.5)} if case.gated else {}
     named |= {f"spatial_{i}": normal(h, 1, 3, 3, scale=0.4) for i in ("a", "b") if case.mix == "afbo"}
     if case.bias:
@@ -139,8 +145,9 @@ def gate_of(case: Case, p: dict[str, Tensor]) -> Tensor:
 def literal(case: Case, p: dict[str, Tensor], rows: int, prefix: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The output by the paper's equations, |cos| of the branch to the host, and the gate of every token."""
     b, u, v = hidden_map(case, p, rows, prefix)
+    rest = p.get("residual", 0)
     if not case.complement:
-        return F.linear(b, p["weight"], p.get("bias")), None, None
+        return rest + F.linear(b, p["weight"], p.get("bias")), None, None
     gate = gate_of(case, p).expand(*b.shape[:-1], 1)
     parts = reference.update(
         b,
@@ -153,7 +160,7 @@ def literal(case: Case, p: dict[str, Tensor], rows: int, prefix: int) -> tuple[T
         eps=EPS,
     )
     cosine = None if parts.m is None else F.cosine_similarity(parts.q, parts.m, dim=-1).abs().detach()
-    return F.linear(reference.inject(b, parts.delta, gate), p["weight"], p.get("bias")), cosine, gate
+    return rest + F.linear(reference.inject(b, parts.delta, gate), p["weight"], p.get("bias")), cosine, gate
 
 
 def literal_output(case: Case, p: dict[str, Tensor], rows: int, prefix: int) -> Tensor:
@@ -170,6 +177,8 @@ def ours(case: Case, p: dict[str, Tensor], rows: int, prefix: int) -> Tensor:
         else:
             branch |= {"beta": p["beta"]} if case.gate == "scalar" else {"gate": gate_of(case, p)}
         branch |= {name: p.get(name) for name in ("u", "v", "project", "lift")}
+    if case.residual:
+        branch["residual"] = reference.upcast(p["residual"])
     if case.mix != "afbo":
         ups = [(p[name], p.get(f"{name}_bias")) for name in ("map_a", "map_b") if name in p]
         return fused.ffn_mix(p["x"], ups, p["weight"], p.get("bias"), act=case.mix, **branch)
@@ -179,7 +188,7 @@ def ours(case: Case, p: dict[str, Tensor], rows: int, prefix: int) -> Tensor:
 
 def ours_from_hidden(case: Case, p: dict[str, Tensor], rows: int, prefix: int) -> Tensor:
     """The operator of the other hosts, on a hidden map that PyTorch made."""
-    return fused.ffn_complement(
+    return p.get("residual", 0) + fused.ffn_complement(
         *hidden_map(case, p, rows, prefix),
         gate_of(case, p),
         p["weight"],
@@ -219,7 +228,7 @@ def measure(
     for function in functions:
         low = leaves(named, dtype)
         result = function(case, low, rows, prefix)
-        result.backward(dy)
+        result.backward(dy.to(result.dtype))
         squares = {"y": squares_of(result * chosen.to(dtype), y * chosen)}
         squares |= {name: squares_of(low[name].grad, t.grad) for name, t in exact.items() if t.grad is not None}
         if gate is not None and gate.grad is not None:

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from oqc.ops import triton_spatial
 
-
-# A sum over all tokens may all but cancel, while each of its terms has the error of its own few roundings, 1.2e-7 of it,
-# and such errors add up as squares do. Three times that comes on top of what a sum is allowed.
+# A sum over all tokens may all but cancel, while each of its terms has the error of its own few roundings, 1.2e-7 of
+# it, and such errors add up as squares do. Three times that comes on top of what a sum is allowed.
 ROUNDING = 3.6e-7
 
 
@@ -76,7 +75,8 @@ def check(
     parts = flat.split([9 * hidden, hidden, 9 * hidden, hidden, hidden, hidden])
     grads = [item.grad for item in exact]
     pairs = {"b": (b, y), "da": (da, grads[0]), "dc": (dc, grads[1]), "taps a": (parts[0], grads[2])}
-    pairs |= {"taps c": (parts[2], grads[3]), "sum a": (parts[4], grads[0].sum(0)), "sum c": (parts[5], grads[1].sum(0))}
+    pairs |= {"taps c": (parts[2], grads[3]), "sum a": (parts[4], grads[0].sum(0))}
+    pairs |= {"sum c": (parts[5], grads[1].sum(0))}
     terms = {"sum a": grads[0], "sum c": grads[1]}
     for name, part, shift, side in zip(("bias a", "bias c"), parts[1:4:2], shifts, sides, strict=True):
         if shift is not None:

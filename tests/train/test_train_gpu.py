@@ -10,7 +10,7 @@ from tiny_run import poison, run_until, tiny_data
 from torch import Tensor
 
 from oqc.config import FFN, Data, Model, Run, Train
-from oqc.data import Dataset, Split
+from oqc.data import Batches, Dataset, Split
 from oqc.models import create_model, model_config
 from oqc.ops import fused
 from oqc.train import Trainer, replay_rate, train_many
@@ -71,6 +71,32 @@ def test_graph_of_compiled_blocks_equals_compiled_bit_for_bit(drop: float) -> No
     compiled = state_after(make(config(drop, mode="compiled")), STEPS)
     graph = state_after(make(config(drop, mode="graph"), compile_blocks=True), STEPS)
     assert same_bits(compiled, graph) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["compiled", "graph"])
+def test_compiled_batches_are_the_cpus_bit_for_bit(mode: str) -> None:
+    """What the step itself was given, epoch after epoch, its images read where a replay leaves them."""
+    torch._dynamo.reset()
+    run = config(mode=mode)
+    run = dataclasses.replace(run, data=Data(name="tiny", crop=1, cutout=2))
+    trainer, given = make(run, compile_blocks=True), []
+    sound = trainer.step.batches.next
+    trainer.step.batches.next = lambda step: given.append(sound(step)) or given[-1]  # type: ignore[method-assign]
+    cpu = Batches(tiny_data().train, tiny_data(), run.data, batch=8, seed=run.train.seed, device="cpu")
+    trainer.prepare()
+    for number in range(20):
+        with trainer.scope():
+            if number % trainer.per_epoch == 0:
+                trainer.step.batches.start_epoch(number // trainer.per_epoch)
+                cpu.start_epoch(number // trainer.per_epoch)
+            trainer.step(number)
+        torch.cuda.synchronize()
+        names = ("x", "labels_a", "labels_b", "lam")
+        found = {name: part.cpu() for name, part in zip(names, given[-1], strict=True)}
+        expected = dict(zip(names, cpu.next(torch.tensor(number)), strict=True))
+        assert same_bits(found, expected) == [], number
+    trainer.step.release()
 
 
 def made_data(images: int, size: int, classes: int) -> Dataset:

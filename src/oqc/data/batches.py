@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +62,13 @@ class Batches:
         self._offset = seeding.key(seed, "augment", "offset")
         self._view_streams = _streams(seed, VIEW, device)
         self._mix_streams = _streams(seed, MIX, device)
+        self._compiled_view: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.start_epoch(0)
+
+    def compile(self, *, deterministic: bool = False) -> None:
+        """Lets `next` run compiled where that cannot change a bit: all but mixup and cutmix, whose weights are drawn
+        with a power and a cosine and whose sum a compiler may round differently."""
+        self._compiled_view = _compile_view(deterministic)
 
     def start_epoch(self, epoch: int) -> None:
         """Writes this epoch's permutation in place, where a captured `next` reads it."""
@@ -72,11 +80,12 @@ class Batches:
 
         The loss of a sample is lam * loss(labels_a) + (1 - lam) * loss(labels_b).
         """
-        x, labels = self._view(step, self._position)
+        view = self._view if self._compiled_view is None else functools.partial(self._compiled_view, self)
+        x, labels = view(step, self._position)
         if not (self.config.mixup or self.config.cutmix):
             return x.to(self.dtype), labels, labels, self._ones
         offset = 1 + augment.below(seeding.uniform(self._offset, step), self.batch - 1)
-        other, other_labels = self._view(step, (self._position + offset) % self.batch)
+        other, other_labels = view(step, (self._position + offset) % self.batch)
         keep, lam = self._blend(step)
         x = torch.lerp(other, x, keep.to(x.dtype))
         return x.to(self.dtype), labels, other_labels, lam
@@ -123,6 +132,13 @@ class Batches:
             lam = torch.where(cut, area, lam)
             keep = torch.where(cut[:, None, None, None], outside.float(), keep)
         return keep, lam
+
+
+@functools.cache
+def _compile_view(deterministic: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Of the class, not of one object: batches of equal settings share what is compiled, and nothing keeps them."""
+    options: dict[str, Any] | None = {"deterministic": True} if deterministic else None
+    return torch.compile(Batches._view, dynamic=False, options=options)
 
 
 class Normalise:

@@ -6,6 +6,7 @@ images [B, C, h, w] -> patches [B, N, D] -> depth x (x + attention(norm x); x + 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Literal, overload
 
 import torch
@@ -31,6 +32,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: Model, backend: str, **factory: Any) -> None:
         super().__init__()
+        self.backend = backend
         ffn, side = config.ffn, config.image_size // config.patch_size
         self.norm1 = nn.LayerNorm(config.width, **factory)
         self.attn = Attention(config.width, config.heads, backend, **factory)
@@ -52,9 +54,13 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, folded: ops.fused.Folded | None = None) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        y = self.norm2(x)
-        return x + (self.ffn(y) if folded is None else self.ffn(y, folded))  # another module there takes y alone
+        ours = type(self.attn) is Attention and type(self.ffn) is OQCFFN  # others get their input from the norm itself
+        backend = self.backend if ours else "torch"
+        x, y = ops.residual_norm(x, None, self.norm1, backend=backend)
+        x, y = ops.residual_norm(x, self.attn(y), self.norm2, backend=backend)
+        if not ours or ops.has_hooks(self.ffn):  # hooks see the network's own output
+            return x + (self.ffn(y) if folded is None else self.ffn(y, folded))  # another module there takes y alone
+        return self.ffn(y, folded, residual=x)
 
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x = x + self.attn(self.norm1(x))
@@ -68,6 +74,8 @@ class DeepViT(nn.Module):
     With one seed, every weight outside the branch is the same whatever the complement: each parameter has a stream of
     its own, keyed by the seed and its name.
     """
+
+    compilable = ("tokens", "pool")  # what a trainer that compiles the blocks may compile as well, each on its own
 
     def __init__(
         self,
@@ -112,13 +120,17 @@ class DeepViT(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         """Images to patch tokens with positions, [B, N, D]."""
-        config, patch = self.config, self.config.patch_size
+        config = self.config
         if x.shape[1:] != (config.channels, config.image_size, config.image_size):
             raise ValueError(
                 f"the input must be [B, {config.channels}, {config.image_size}, {config.image_size}],"
                 f" got {list(x.shape)}"
             )
-        x = F.pixel_unshuffle(x, patch).flatten(2).transpose(1, 2)  # [B, N, C * patch * patch]
+        return self.tokens(x)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """`embed` after its check, which stays outside of what is compiled."""
+        x = F.pixel_unshuffle(x, self.config.patch_size).flatten(2).transpose(1, 2)  # [B, N, C * patch * patch]
         return self.patch_embed(x) + self.pos_embed
 
     def pool(self, last: Tensor, penultimate: Tensor) -> Tensor:
@@ -127,8 +139,11 @@ class DeepViT(nn.Module):
         return self.norm(z).mean(1)
 
     def forward_features(self, x: Tensor) -> Tensor:
+        side = ops.fork(x)  # the products of weights need no image
+        with nullcontext() if side is None else torch.cuda.stream(side):
+            folded = fold_together([getattr(block, "ffn", None) for block in self.blocks], x)
         x = penultimate = self.embed(x)
-        folded = fold_together([getattr(block, "ffn", None) for block in self.blocks], x)
+        ops.join(side)
         for block, weights in zip(self.blocks, folded, strict=True):
             penultimate, x = x, block(x) if weights is None else block(x, weights)
         return self.pool(x, penultimate)

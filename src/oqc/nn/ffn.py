@@ -97,8 +97,14 @@ class OQCFFN(nn.Module):
         if self.complement is not None:
             self.complement.init_weights()
 
-    def forward(self, x: Tensor, folded: ops.fused.Folded | None = None) -> Tensor:
-        """`folded` is this layer's share of `fold_together`, where a model does that for all its layers at once."""
+    def forward(self, x: Tensor, folded: ops.fused.Folded | None = None, *, residual: Tensor | None = None) -> Tensor:
+        """`folded` is this layer's share of `fold_together`, where a model does that for all its layers at once;
+        `residual` is added to the output, in the same kernel where there is one that can."""
+        if residual is not None:
+            within = residual.dtype == torch.float32 and self.complement is not None and not self.use_conv
+            if within and (folded is not None or self._is_one_operator(x)):
+                return self._fused(x, folded, residual)
+            return residual + self.forward(x, folded)
         x, host, complement = self._enter(x), self.host, self.complement
         if folded is not None or self._is_one_operator(x):
             return self._leave(self._fused(x, folded))
@@ -142,12 +148,12 @@ class OQCFFN(nn.Module):
         layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
         return ops.is_plain(*layers) if branch is None else branch.fuses(x, *layers)
 
-    def _fused(self, x: Tensor, folded: ops.fused.Folded | None) -> Tensor:
+    def _fused(self, x: Tensor, folded: ops.fused.Folded | None, residual: Tensor | None = None) -> Tensor:
         host: Any = self.host
         options: dict[str, Any] = {"grid": x.shape[1:3]} if x.dim() == 4 else {"grid": host.grid_of(x.shape[1])}
         options["prefix"] = 0 if x.dim() == 4 else host.prefix_tokens
         if self.complement is not None:
-            options |= self.complement.fused_options(x) | {"folded": folded}
+            options |= self.complement.fused_options(x) | {"folded": folded, "residual": residual}
         layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
         return ops.fused.ffn_afbo(x, *(t for layer in layers for t in (layer.weight, layer.bias)), **options)
 

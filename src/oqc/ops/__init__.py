@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from oqc.config import BACKENDS, check_choice
 from oqc.ops import fused, operators, rankspace, reference
 from oqc.ops.attention import attention_in_use, self_attention
+from oqc.ops.norm import residual_norm
 from oqc.ops.plain import ACTIVATIONS
 from oqc.ops.reference import Map, Parts, Space
+from oqc.ops.streams import fork, join
 
 __all__ = [
     "BACKENDS",
@@ -29,12 +31,15 @@ __all__ = [
     "activation_name",
     "attention_in_use",
     "ffn_output",
+    "fork",
     "fused",
     "has_hooks",
     "is_plain",
+    "join",
     "mark_activation",
     "rankspace",
     "reference",
+    "residual_norm",
     "self_attention",
     "what_runs",
 ]

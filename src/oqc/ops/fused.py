@@ -1,7 +1,7 @@
 """Feed-forward networks over the fused kernels, with merged GEMMs: the triton backend.
 
-With C = 2 H (H for a host of one map) + 2 padded R (+ 16 for a gate per token), T tokens and S = [W M; P 0; 0 G] of the
-weights (`triton_fold`):
+With C = 2 H (H for a host of one map) + 2 padded R (+ 16 for a gate per token that v's padding has no room for), T
+tokens and S = [W M; P 0; 0 G] of the weights (`triton_fold`):
 
     proj [T, C] = x [A; B; U; V; gate]^T     one GEMM reads x
     b    [T, H] = a kernel of proj's first columns: AFBO's spatial part (`triton_spatial`), or an activation, with a
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oqc.ops import operators
-from oqc.ops.layout import GATE_COLUMNS, Form
+from oqc.ops.layout import Form, gate_columns
 from oqc.ops.reference import Space, full_precision
 
 MOST_RANK = 128  # beyond it a block of tokens no longer fits a program's registers
@@ -114,19 +114,21 @@ def _network(
     normalise: bool = True,
     eps: float = 1e-6,
     folded: Folded | None = None,  # of `fold`, where it was done for all layers at once
+    residual: Tensor | None = None,  # [..., D], to be added, which gives the sum its dtype
     **host: Any,  # of Form: mix and gated, or the grid
 ) -> Tensor:
     dtype = compute_dtype(x)
     rank = 0 if lift is None else lift.shape[1]
     maps: list[Tensor] = [item for item, _ in host_maps]
     biases: list[Tensor | None] = [item for _, item in host_maps]
+    extra = gate_columns(rank, u is None) if isinstance(gate, tuple) else 0
     if u is not None and v is not None:
-        maps += [_pad_rows(u, -rank % 8), _pad_rows(v, -rank % 8)]
+        maps += [_pad_rows(u, -rank % 8), _pad_rows(v, -rank % 8 - (1 if extra == 1 else 0))]
         biases += [None, None]
     value = None if beta is None else beta.float()
     if isinstance(gate, tuple):
-        maps.append(_pad_rows(gate[0], GATE_COLUMNS - 1))
-        biases.append(None if gate[1] is None else F.pad(gate[1], (0, GATE_COLUMNS - 1)))
+        maps.append(_pad_rows(gate[0], extra - 1))
+        biases.append(None if gate[1] is None else F.pad(gate[1], (0, extra - 1)))
     elif gate is not None:
         value = gate.float()
     bias_in = None
@@ -138,7 +140,8 @@ def _network(
         stack, exact = weight.to(dtype), None
         if lift is not None:
             stack, exact = folded or fold([weight], [lift], [project], space, dtype)[0]
-        inputs = (x.reshape(-1, x.shape[-1]).to(dtype), weight_in, bias_in, *taps, stack, exact, bias, value)
+        rest = None if residual is None else residual.reshape(-1, residual.shape[-1])
+        inputs = (x.reshape(-1, x.shape[-1]).to(dtype), weight_in, bias_in, *taps, stack, exact, bias, value, rest)
         form = Form(
             rank=rank,
             space="host" if lift is None else space,

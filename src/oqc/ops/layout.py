@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned
+GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned (`gate_columns`)
 BF16_GRAM = 32  # the least rank whose G q is a product of bf16
-LAYOUT = 6  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
+LAYOUT = 8  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
 
 
 class Form(NamedTuple):
@@ -35,7 +35,7 @@ def split(proj: Tensor, hidden: int, form: Form) -> tuple[Any, ...]:
     (None without)."""
     first, wide = maps_of(form) * hidden, padded_rank(form)
     a, c = proj[:, :hidden], proj[:, hidden:first] if form.gated else None
-    logit = proj[:, -GATE_COLUMNS:] if form.gate == "logit" else None
+    logit = proj[:, -gate_columns(form.rank, form.shared) :] if form.gate == "logit" else None
     if form.space == "host":
         return a, c, None, None, logit
     if form.shared:
@@ -71,6 +71,11 @@ def lanes(count: int) -> int:
 def aligned(rank: int) -> int:
     """Ranks are padded with zeros to a multiple of 8, so that rows stay aligned."""
     return rank + -rank % 8
+
+
+def gate_columns(rank: int, shared: bool) -> int:
+    """Of proj, which begin with the gate's logit: the last of those that v is padded with, or columns behind it."""
+    return 1 if rank % 8 and not shared else GATE_COLUMNS
 
 
 def padded_rank(form: Form) -> int:

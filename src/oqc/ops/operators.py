@@ -21,12 +21,12 @@ from torch.nn import functional as F
 
 from oqc.ops import plain
 from oqc.ops.layout import (
-    GATE_COLUMNS,
     Form,
     aligned,
     both_columns,
     dstack_shape,
     flat_size,
+    gate_columns,
     gate_parts,
     gram_of,
     hidden_of,
@@ -50,7 +50,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 _FFN = (
     "Tensor x, Tensor weight_in, Tensor? bias_in, Tensor? tap_a, Tensor? bias_a, Tensor? tap_c, Tensor? bias_c,"
-    " Tensor stack, Tensor? exact, Tensor? bias, Tensor? gate"
+    " Tensor stack, Tensor? exact, Tensor? bias, Tensor? gate, Tensor? residual"
 )
 _COMPLEMENT = "Tensor b, Tensor u, Tensor v, Tensor gate, Tensor stack, Tensor exact, Tensor? bias"
 _SAVED = "Tensor t, Tensor gp, Tensor energy, Tensor power, Tensor keep, Tensor host"  # Saved, and [W b | O^T b]
@@ -108,9 +108,9 @@ def _plain_fold(*args: Any) -> Tensor:
 
 @_operator("ffn", f"{_FFN}, {_FORM}", 9)
 def ffn(*args: Any) -> tuple[Tensor, ...]:
-    """y; proj and [b | z | 1]; what the complement saves, and [W b | O^T b]."""
-    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:11]
-    form = Form(*args[11:])
+    """y, or the residual + y; proj and [b | z | 1]; what the complement saves, and [W b | O^T b]."""
+    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate, residual = args[:12]
+    form = Form(*args[12:])
     hidden = hidden_of(stack, form)
     if not on_kernels(x):
         return plain.ffn(*args), *_ffn_shapes(*args)[1:]
@@ -127,16 +127,20 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
             triton_mix.forward(a, c, form.mix, out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
         width, host, t = width_of(stack.shape[0], form), x.new_empty(0), None
-        if form.space == "hidden":
+        apart = form.space == "hidden" or (form.space != "host" and residual is not None)
+        if apart:  # W b by itself: a kernel adds what comes to it
             host = b @ host_rows(stack, form).T
             t = host[:, width:]
         if form.space != "host":
             branch = (u, v, gate if logit is None else logit[:, 0], stack, gram_of(stack, exact, form))
             saved = triton_complement.coefficients(b, *branch, **kind_of(form), save=form.save, out=z, t=t)
-        if form.space == "hidden":
-            y = triton_complement.combination(host[:, :width], z[:, : padded_rank(form)], stack, bias, saved[-1])
+        if apart:
+            parts = (host[:, :width], z[:, : padded_rank(form)], stack, bias, saved[-1])
+            y = triton_complement.combination(*parts, None if residual is None else residual.contiguous())
+            host = host if form.space == "hidden" else x.new_empty(0)
         else:
             y = F.linear(both[:, : stack.shape[1]], stack[:width], cast(bias, x))
+            y = y if residual is None else residual + y
     return (y, proj, both, *saved, host) if form.save else (y, *_empty(x, 8))
 
 
@@ -144,12 +148,12 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
 def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
     """dx, dweight_in, in one vector the depthwise maps' gradients (20 H) and the sums of da and dc; then dW and dbias
     or, with a complement, dS with dbias in what follows (`split_dstack`), and parts of the gate's gradient."""
-    dy, x, weight_in, _, tap_a, bias_a, tap_c, bias_c, stack, _, bias, gate = args[:12]
-    proj, both, *saved, host = args[12:20]
-    form = Form(*args[20:])
+    dy, x, weight_in, _, tap_a, bias_a, tap_c, bias_c, stack, _, bias, gate, _ = args[:13]
+    proj, both, *saved, host = args[13:21]
+    form = Form(*args[21:])
     hidden = hidden_of(stack, form)
     if not on_kernels(x):
-        return plain.ffn_backward(dy, args[1:12], form)
+        return plain.ffn_backward(dy, args[1:13], form)
     from oqc.ops import triton_complement, triton_mix, triton_spatial, triton_sums
 
     dy = dy.contiguous()
@@ -158,8 +162,8 @@ def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
         a, c, u, v, logit = split(proj, hidden, form)
         da, dc, du, dv, dlogit = split(dproj, hidden, form)
         if form.space == "host":
-            stacked, dpower = dy, None
-            ends = triton_sums.column_sums(dy) if bias is not None else x.new_empty(0)
+            stacked, dpower = dy.to(x.dtype), None
+            ends = triton_sums.column_sums(stacked) if bias is not None else x.new_empty(0)
         else:
             if form.shared:  # added to the host's own below
                 du, dv = torch.empty_like(u), torch.empty_like(v)
@@ -253,8 +257,8 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 @ffn.register_fake
 def _ffn_shapes(*args: Any) -> tuple[Tensor, ...]:
-    x, weight_in, stack, form = args[0], args[1], args[7], Form(*args[11:])
-    y = x.new_zeros(x.shape[0], width_of(stack.shape[0], form))
+    x, weight_in, stack, residual, form = args[0], args[1], args[7], args[11], Form(*args[12:])
+    y = (x if residual is None else residual).new_zeros(x.shape[0], width_of(stack.shape[0], form))
     if not form.save:
         return y, *_empty(x, 8)
     kept = [x.new_zeros(x.shape[0], n) for n in (weight_in.shape[0], both_columns(stack, form))]
@@ -264,7 +268,7 @@ def _ffn_shapes(*args: Any) -> tuple[Tensor, ...]:
 @_ffn_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     dy, x, weight_in, stack, exact, bias = (args[i] for i in (0, 1, 2, 8, 9, 10))
-    form = Form(*args[20:])
+    form = Form(*args[21:])
     flat = _like_sums(x, flat_size(hidden_of(stack, form), form))
     if form.space == "host":
         dstack, ends = torch.empty_like(stack), x.new_empty(0) if bias is None else _like_sums(x, dy.shape[1])
@@ -310,7 +314,7 @@ def _remember_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 def _ffn_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     weight_in, bias_in, taps, (bias, gate) = args[1], args[2], args[3:7], args[9:11]
-    form = Form(*args[19:])
+    form = Form(*args[20:])
     hidden = hidden_of(args[7], form)
     dx, dweight, flat, dstack, ends = _ffn_backward(dy, *args)
     parts: Sequence[Tensor] = [flat] * 4  # of what is not there
@@ -328,11 +332,12 @@ def _ffn_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     if bias_in is not None:
         dbias_in = F.pad(sums, (0, weight_in.shape[0] - len(sums)))
         if form.gate == "logit":
-            dbias_in = torch.cat([dbias_in[:-GATE_COLUMNS], F.pad(dgate, (0, GATE_COLUMNS - 1))])
+            columns = gate_columns(form.rank, form.shared)
+            dbias_in = torch.cat([dbias_in[:-columns], F.pad(dgate, (0, columns - 1))])
         dbias_in = dbias_in.to(bias_in.dtype)
     dbias = dbias if bias is None else dbias.to(bias.dtype)
     dgate = dgate if gate is None or form.space == "host" else dgate.view_as(gate)
-    return dx, dweight, dbias_in, *dtaps, dstack, dexact, dbias, dgate
+    return dx, dweight, dbias_in, *dtaps, dstack, dexact, dbias, dgate, dy
 
 
 def _complement_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from oqc.ops.layout import GATE_COLUMNS, Form, hidden_of, maps_of, padded_rank, split, width_of
+from oqc.ops.layout import Form, gate_columns, hidden_of, maps_of, padded_rank, split, width_of
 from oqc.ops.rankspace import full_coefficients
 from oqc.ops.reference import main_feature, orthogonalize, quadratic, upcast
 
@@ -53,8 +53,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # which stand between a 
 
 
 def ffn(*args: Any) -> Tensor:
-    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate = args[:11]
-    form = Form(*args[11:])
+    *given, residual = args[:12]
+    y = _ffn(*given, Form(*args[12:]))
+    return y if residual is None else residual + y
+
+
+def _ffn(*args: Any) -> Tensor:
+    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate, form = args
     a, c, u, v, logit = split(F.linear(x, weight_in, cast(bias_in, x)), hidden_of(stack, form), form)
     if form.mix == "afbo":
         b = F.gelu(_spatial(a, tap_a, bias_a, form)) * _spatial(c, tap_c, bias_c, form)
@@ -99,14 +104,14 @@ def complement(*args: Any) -> Tensor:
 
 def ffn_backward(dy: Tensor, inputs: tuple[Any, ...], form: Form) -> tuple[Tensor, ...]:
     """What the operator of that name returns."""
-    dx, dweight, dbias_in, *taps, dstack, dexact, dbias, dgate = gradients(ffn, dy, inputs, form)
+    dx, dweight, dbias_in, *taps, dstack, dexact, dbias, dgate, _ = gradients(ffn, dy, inputs, form)
     parts, sums = [], maps_of(form) * hidden_of(inputs[7], form)
     if form.mix == "afbo":
         none = dx.new_zeros(sums // 2)  # of a bias that is not there
         parts = [none if item is None else g.flatten() for g, item in zip(taps, inputs[3:7], strict=True)]
     parts.append(dbias_in[:sums] if len(dbias_in) else dx.new_zeros(sums))
     if form.gate == "logit":
-        dgate = dbias_in[-GATE_COLUMNS] if len(dbias_in) else dx.new_zeros(())
+        dgate = dbias_in[-gate_columns(form.rank, form.shared)] if len(dbias_in) else dx.new_zeros(())
     if form.space == "host":
         return dx, dweight, torch.cat(parts), dstack, dbias
     return dx, dweight, torch.cat(parts), *ends_of(dexact, dbias, dgate)

@@ -4,7 +4,7 @@ With S = [W M; P 0; 0 G], M = W O and G = O^T O (`triton_fold`; full OQC: O^T fo
 
     coefficients   t = P b (full: O^T b) and q = RMSNorm(u * v) give kappa and z as in `rankspace.coefficients`
     then           y = [b | z] [W M]^T + bias, one GEMM where b and z lie side by side and kappa is 0;
-    combination    y = (1 + kappa) W b + M z + bias elsewhere
+    combination    y = (1 + kappa) W b + M z + bias elsewhere, and where the residual is added too
     gradients      dz = dy M, then [(1 + kappa) dy | dt | w], du, dv and the gate's, with q recomputed from u and v
 
 One GEMM of the last buffer's first columns against S yields db, and one of all of it against [b | z | 1] the gradients
@@ -19,7 +19,7 @@ atomics, bit-reproducible.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
-# ruff: noqa: SIM109 -- the kernels are written in Triton's subset of the language
+# ruff: noqa: SIM108, SIM109 -- the kernels are written in Triton's subset of the language
 from __future__ import annotations
 
 import os
@@ -55,42 +55,39 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x, width: tl.constexpr, eps):
-    """RMSNorm(x) and 1 / rms."""
-    scale = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
-    return x * scale[:, None], scale
+def _left(ss, st, tt, rank: tl.constexpr, eps):
+    """Eqs. 4 and 5 by inner products of s and t alone. With q = a s and m = c t, both of RMS 1: <m, m>, <m, m> + eps,
+    <q, m>, the share of q along m, and the factor that gives what is left of q an RMS of 1."""
+    a, c = tl.rsqrt(ss / rank + eps), tl.rsqrt(tt / rank + eps)
+    mm, qm = c * c * tt, a * c * st
+    main = mm + eps
+    share = qm / main
+    rest = tl.maximum(a * a * ss - 2.0 * share * qm + share * share * mm, 0.0)
+    return a, c, mm, main, qm, share, tl.rsqrt(rest / rank + eps)
 
 
 @triton.jit
-def _rms_norm_grad(dy, y, scale, width: tl.constexpr):
-    return scale[:, None] * (dy - y * (tl.sum(dy * y, 1) / width)[:, None])
+def _left_grad(dps, dpt, ss, st, tt, scalars, rank: tl.constexpr):
+    """Of what is left, p, given <dp, s> and <dp, t>: how much of dp, of s and of t is in ds, and of each in dt."""
+    a, c, mm, main, qm, share, left = scalars
+    alpha, beta = left * a, -left * share * c  # p = alpha s + beta t
+    along = (alpha * dps + beta * dpt) / rank
+    drs = left * (dps - along * (alpha * ss + beta * st))  # dr, the gradient of q - share m, against s and t
+    drt = left * (dpt - along * (alpha * st + beta * tt))
+    dshare = -c * drt / main
+    dqs = drs + dshare * c * st
+    dmm = dshare * qm - share * c * drt - 2.0 * dshare * share * mm  # <dm, m>
+    s_p, s_s, s_t = a * left, -a * (left * along * alpha + a * a * dqs / rank), a * (dshare * c - left * along * beta)
+    t_p, t_s = -c * share * left, c * (dshare * a + share * left * along * alpha)
+    t_t = c * (share * left * along * beta - c * (2.0 * dshare * share + dmm / rank))
+    return s_p, s_s, s_t, t_p, t_s, t_t
 
 
 @triton.jit
-def _against_main(q, t, rank: tl.constexpr, eps):
-    """Eqs. 4 and 5: m = RMSNorm(t), the share of q along it, and the rest, normalised."""
-    m, m_scale = _rms_norm(t, rank, eps)
-    main = tl.sum(m * m, 1) + eps
-    share = tl.sum(q * m, 1) / main
-    p, p_scale = _rms_norm(q - share[:, None] * m, rank, eps)
-    return m, m_scale, main, share, p, p_scale
-
-
-@triton.jit
-def _against_main_grad(dp, q, m, m_scale, main, share, p, p_scale, rank: tl.constexpr):
-    dr = _rms_norm_grad(dp, p, p_scale, rank)
-    dshare = -tl.sum(dr * m, 1) / main
-    dq = dr + dshare[:, None] * m
-    dm = dshare[:, None] * q - share[:, None] * dr - (2.0 * dshare * share)[:, None] * m
-    return dq, _rms_norm_grad(dm, m, m_scale, rank)
-
-
-@triton.jit
-def _full(q, t, power, energy, hidden: tl.constexpr, eps):
+def _full(qt, power, energy, hidden: tl.constexpr, eps):
     """The scalars of full OQC: 1 / rho_a, 1 / rho_b, <q, t>, <a, m>, |m|^2, c, |a - c m|^2, 1 / rho_r."""
     scale_a = tl.rsqrt(energy / hidden + eps)
     scale_b = tl.rsqrt(power / hidden + eps)
-    qt = tl.sum(q * t, 1)
     inner = qt * scale_a * scale_b
     main = power * scale_b * scale_b
     c = inner / (main + eps)
@@ -195,11 +192,16 @@ def _coefficients(
         tl.store(t + first * padded + at, main.to(t.dtype.element_ty), mask=wide)
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
-    q, _ = _rms_norm(u_r * v_r, rank, eps)
+    s = u_r * v_r
+    ss = tl.sum(s * s, 1)
     scale = _load_gate(gate, first, row, live, gate_row, GATE)
     one = tl.full([BLOCK_T], 1.0, tl.float32)
     if SPACE == RANK:
-        _m, _ms, _mm, _share, q, _ps = _against_main(q, main, rank, eps)
+        st, tt = tl.sum(s * main, 1), tl.sum(main * main, 1)
+        a, c, _mm, _main, _qm, share, left = _left(ss, st, tt, rank, eps)
+        q = (left * a)[:, None] * s - (left * share * c)[:, None] * main
+    else:
+        q = tl.rsqrt(ss / rank + eps)[:, None] * s
     if NORMALISE:
         g = tl.trans(_load_rows(gram, r, r < padded, gram_row, r, padded))  # the same, but as tensor cores take it
         gq = _dot(q.to(g.dtype), g, tl.zeros([BLOCK_T, BLOCK_R], tl.float32), PRECISION)
@@ -208,7 +210,8 @@ def _coefficients(
             tl.store(gp + first * padded + at, gq.to(gp.dtype.element_ty), mask=wide)
             tl.store(energy + first + row, e, mask=live)
         if SPACE == HIDDEN:
-            scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(q, main, size, e, hidden, eps)
+            qt = tl.sum(q * main, 1)
+            scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(qt, size, e, hidden, eps)
             kept = 1.0 - scale * c * scale_b * scale_r
             kept = tl.where(kept < 0.0, tl.minimum(kept, -least), tl.maximum(kept, least))
             one = 1.0 / kept
@@ -235,6 +238,7 @@ def _combination(
     stack,
     bias,  # [D]
     keep,  # [T] fp32, where KEEP
+    residual,  # [T, D], where RESIDUAL
     y,  # [T, D]
     tokens,
     hidden: tl.constexpr,
@@ -244,6 +248,7 @@ def _combination(
     z_row: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -254,21 +259,23 @@ def _combination(
     live = row < tokens - first
     r = tl.arange(0, BLOCK_R)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    value = _load_rows(host + first * host_row, row, live, host_row, d, width).to(tl.float32)
     z_r = _load_rows(z + first * z_row, row, live, z_row, r, padded)
     m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
-    value = _dot(z_r, tl.trans(m_d), value, PRECISION)
+    value = _dot(z_r, tl.trans(m_d), tl.zeros([BLOCK_T, BLOCK_D], tl.float32), PRECISION)
+    value += _load_rows(host + first * host_row, row, live, host_row, d, width).to(tl.float32)
     if KEEP:
         value = tl.load(keep + first + row, mask=live, other=0.0)[:, None] * value
     if HAS_BIAS:
         value += tl.load(bias + d, mask=d < width, other=0.0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        value += _load_rows(residual + first * width, row, live, width, d, width).to(tl.float32)
     at = y + first * width + row[:, None] * width + d[None, :]
     tl.store(at, value.to(y.dtype.element_ty), mask=live[:, None] & (d < width)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _gradient_of_z(
-    dy,  # [T, D]
+    dy,  # [T, D], of any dtype
     host,  # W b [T, D], row stride host_row; full only
     keep,  # [T] fp32, full only
     stack,
@@ -300,19 +307,19 @@ def _gradient_of_z(
     if APART:
         for start in range(0, width, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
-            dy_d = _load_rows(dy + first * width, row, live, width, d, width)
+            dy_d = _load_rows(dy + first * width, row, live, width, d, width).to(stacked.dtype.element_ty)
             m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
             dz = _dot(dy_d, m_d, dz, PRECISION)
     for start in range(0, width, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
-        dy_d = _load_rows(dy + first * width, row, live, width, d, width)
+        dy_d = _load_rows(dy + first * width, row, live, width, d, width).to(stacked.dtype.element_ty)
         if not APART:
             m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
             dz = _dot(dy_d, m_d, dz, PRECISION)
         if KEEP:
             wb = _load_rows(host + first * host_row, row, live, host_row, d, width)
             along += tl.sum(dy_d.to(tl.float32) * wb.to(tl.float32), 1)
-            dy_d = (scale * dy_d.to(tl.float32)).to(dy.dtype.element_ty)
+            dy_d = (scale * dy_d.to(tl.float32)).to(stacked.dtype.element_ty)
         tl.store(out + d[None, :], dy_d, mask=live[:, None] & (d < width)[None, :])
     if KEEP:
         tl.store(dkappa + first + row, along, mask=live)
@@ -335,7 +342,7 @@ def _gradients(
     du,  # [T, columns]
     dv,
     dpower,  # [T] fp32, full only
-    dgate,  # [T] (token), [T, 16] (logit), else unused
+    dgate,  # [T] (token), [T, 16] (logit; LAST: that is the last column of dv), else unused
     parts,  # [programs] fp32: of the gate's gradient
     tokens,
     eps,
@@ -356,6 +363,7 @@ def _gradients(
     SPACE: tl.constexpr,
     NORMALISE: tl.constexpr,
     GATE: tl.constexpr,
+    LAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -369,57 +377,88 @@ def _gradients(
     dz = _load_rows(out + (used - padded), row, live, stacked_row, r, padded).to(tl.float32)
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
-    q, q_scale = _rms_norm(u_r * v_r, rank, eps)
+    s = u_r * v_r
     g = _load_gate(gate, first, row, live, gate_row, GATE)
-    p = q
+    # Every result is a combination of dz, G p, s and t, whose factors need inner products of these alone.
+    ss, zs = tl.sum(s * s, 1), tl.sum(dz * s, 1)
     if SPACE != NONE:
         t_r = _load_rows(t + first * t_row, row, live, t_row, r, padded).to(tl.float32)
-    if SPACE == RANK:
-        m, m_scale, main, share, p, p_scale = _against_main(q, t_r, rank, eps)
+        st = tl.sum(s * t_r, 1)
     if NORMALISE:
+        gp_r = _load_rows(gp + first * padded, row, live, padded, r, padded).to(tl.float32)
+        gs = tl.sum(gp_r * s, 1)
         e = tl.load(energy + first + row, mask=live, other=0.0)
-    dzp = tl.sum(dz * p, 1)
+    if SPACE == RANK:
+        tt, zt = tl.sum(t_r * t_r, 1), tl.sum(dz * t_r, 1)
+        scalars = _left(ss, st, tt, rank, eps)
+        p_s, p_t = scalars[6] * scalars[0], -scalars[6] * scalars[5] * scalars[1]  # p = p_s s + p_t t
+        dzp = p_s * zs + p_t * zt
+    else:
+        p_s = tl.rsqrt(ss / rank + eps)
+        dzp = p_s * zs
+    scale = tl.full([BLOCK_T], 1.0, tl.float32)
+    denergy = tl.zeros([BLOCK_T], tl.float32)  # lacks the gate's factor: z has it
+    dqt = tl.zeros([BLOCK_T], tl.float32)
     if SPACE == HIDDEN:
         size = tl.load(power + first + row, mask=live, other=0.0)
-        scalars = _full(q, t_r, size, e, hidden, eps)
-        scale = scalars[0] * scalars[7]
+        full = _full(p_s * st, size, e, hidden, eps)
+        scale = full[0] * full[7]
         dk = tl.load(dkappa + first + row, mask=live, other=0.0)
-        dg, dqt, dsize, denergy = _full_grad(dzp, dk, size, e, scalars, hidden, eps)
+        dg, dqt, dsize, denergy = _full_grad(dzp, dk, size, e, full, hidden, eps)
         tl.store(dpower + first + row, g * dsize, mask=live)
-        dp = (g * scale)[:, None] * dz + (g * dqt)[:, None] * t_r
-        dt = (g * dqt)[:, None] * q
+        dqt = g * dqt
     elif NORMALISE:
         scale = tl.rsqrt(e / hidden + eps)
         dg = scale * dzp
         denergy = -0.5 * dzp * scale * scale * scale / hidden
-        dp = (g * scale)[:, None] * dz
     else:
         dg = dzp
-        dp = g[:, None] * dz
+    z_part, g_part = g * scale, 2.0 * g * denergy  # dp = z_part dz + g_part G p (full: + dqt t)
+    dps = z_part * zs
+    if NORMALISE:
+        dps += g_part * gs
+    if SPACE == RANK:
+        dpt = z_part * zt
+        if NORMALISE:
+            dpt += g_part * tl.sum(gp_r * t_r, 1)
+        s_p, s_s, s_t, t_p, t_s, t_t = _left_grad(dps, dpt, ss, st, tt, scalars, rank)
+    else:
+        if SPACE == HIDDEN:
+            dps += dqt * st
+        s_p, s_s, s_t = p_s, -p_s * p_s * p_s * dps / rank, p_s * dqt
     wide = live[:, None] & (r < padded)[None, :]
     at = out + row[:, None] * stacked_row + r[None, :]
-    if NORMALISE:  # denergy lacks the gate's factor: z has it
-        gp_r = _load_rows(gp + first * padded, row, live, padded, r, padded).to(tl.float32)
-        dp += (2.0 * g * denergy)[:, None] * gp_r
+    dp = z_part[:, None] * dz
+    if NORMALISE:
+        dp += g_part[:, None] * gp_r
+        factor = denergy / scale
         if SPACE == HIDDEN:  # z is kept divided by it
-            denergy *= tl.load(keep + first + row, mask=live, other=1.0)
-        w = (denergy / scale)[:, None] * p
+            factor *= tl.load(keep + first + row, mask=live, other=1.0)
+        w = (factor * p_s)[:, None] * s
+        if SPACE == RANK:
+            w += (factor * p_t)[:, None] * t_r
     else:
-        w = tl.zeros_like(p)
+        w = tl.zeros_like(s)
     tl.store(at + (used - padded), w.to(half), mask=wide)
-    if SPACE == RANK:
-        dp, dt = _against_main_grad(dp, q, m, m_scale, main, share, p, p_scale, rank)
+    ds = s_p[:, None] * dp + s_s[:, None] * s
     if SPACE != NONE:
+        ds += s_t[:, None] * t_r
+        if SPACE == RANK:
+            dt = t_p[:, None] * dp + t_s[:, None] * s + t_t[:, None] * t_r
+        else:
+            dt = (dqt * p_s)[:, None] * s
         tl.store(at + width, dt.to(half), mask=wide)
-    ds = _rms_norm_grad(dp, q, q_scale, rank)
     wide = live[:, None] & (r < columns)[None, :]
-    tl.store(du + first * du_row + row[:, None] * du_row + r[None, :], (ds * v_r).to(half), mask=wide)
-    tl.store(dv + first * dv_row + row[:, None] * dv_row + r[None, :], (ds * u_r).to(half), mask=wide)
     if GATE == TOKEN:
         tl.store(dgate + first * dgate_row + row * dgate_row, dg, mask=live)
     if GATE == LOGIT or GATE == BETA:
         dg = dg * g * (1.0 - g)
-    if GATE == LOGIT:
+    dv_r = ds * u_r
+    if LAST:  # u and ds are 0 there
+        dv_r = tl.where((r == columns - 1)[None, :], dg[:, None], dv_r)
+    tl.store(du + first * du_row + row[:, None] * du_row + r[None, :], (ds * v_r).to(half), mask=wide)
+    tl.store(dv + first * dv_row + row[:, None] * dv_row + r[None, :], dv_r.to(half), mask=wide)
+    if GATE == LOGIT and not LAST:
         lane = tl.arange(0, 16)
         block16 = tl.where(lane[None, :] == 0, dg[:, None], 0.0)
         to = dgate + first * dgate_row + row[:, None] * dgate_row + lane[None, :]
@@ -513,18 +552,22 @@ def coefficients(
     return saved
 
 
-def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, keep: Tensor) -> Tensor:
-    """keep (W b + M z) + bias, with keep 1 where it is empty; rows of any stride."""
+def combination(
+    host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, keep: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """keep (W b + M z) + bias, with keep 1 where it is empty; rows of any stride. With a residual [T, D] its sum, in
+    that one's dtype."""
     (tokens, width), padded = host.shape, z.shape[1]
-    out = host.new_empty(tokens, width)
+    out = host.new_empty(tokens, width) if residual is None else torch.empty_like(residual)
     half = host.dtype != torch.float32
-    block_t, block_d = (64, 256) if half else (32, 32)
+    block_t, block_d = (64, 256 if residual is None else 128) if half else (32, 32)
     _combination[(cdiv(tokens, block_t), cdiv(width, block_d))](
         host,
         z,
         stack,
         stack if bias is None else bias,
         keep if keep.numel() else host,
+        host if residual is None else residual,
         out,
         tokens,
         stack.shape[1] - padded,
@@ -534,6 +577,7 @@ def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, kee
         z.stride(0),
         HAS_BIAS=bias is not None,
         KEEP=keep.numel() > 0,
+        RESIDUAL=residual is not None,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=lanes(padded),
@@ -544,7 +588,7 @@ def combination(host: Tensor, z: Tensor, stack: Tensor, bias: Tensor | None, kee
 
 
 def gradients(
-    dy: Tensor,  # [T, D], contiguous
+    dy: Tensor,  # [T, D], contiguous; in half precision or, of a residual sum, in float32
     host: Tensor,  # [W b | O^T b] [T, D + padded R], any row stride; full only
     u: Tensor,
     v: Tensor,
@@ -559,19 +603,19 @@ def gradients(
     eps: float,
     du: Tensor,
     dv: Tensor,
-    dgate: Tensor | None,  # [T] (token), or the 16 columns that begin with the logit
+    dgate: Tensor | None,  # [T] (token), or the columns that begin with the logit: 16, or the last of dv
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Writes du, dv and a token's dgate. Returns [(1 + kappa) dy | dt | w], the gradient of |b|^2 (full only), and
     numbers that add up to that of the gate."""
     (tokens, width), padded = dy.shape, aligned(rank)
     if space == "hidden":
         saved = saved._replace(t=host[:, width:])
-    hidden, half = stack.shape[1] - padded, dy.dtype != torch.float32
+    hidden, half = stack.shape[1] - padded, stack.dtype != torch.float32
     block_r = lanes(padded)
     block_t, small_t = 64 if half else 32, gradient_tokens(rank)
     used = width + padded * (1 if space == "none" else 2)
     apart = half and width > SHORT_LOOP
-    stacked = dy.new_empty(tokens, used + -used % 64)
+    stacked = stack.new_empty(tokens, used + -used % 64)
     dpower = dy.new_empty(tokens, dtype=torch.float32) if space == "hidden" else None
     dkappa = torch.empty_like(saved.keep)
     parts = dy.new_empty(cdiv(tokens, small_t), dtype=torch.float32)
@@ -594,7 +638,7 @@ def gradients(
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
-        BLOCK_D=(128 if space == "hidden" and not apart else 64) if half else 32,
+        BLOCK_D=(128 if space == "hidden" and not apart and dy.dtype == stack.dtype else 64) if half else 32,
         num_warps=4,
         num_stages=3 if apart else UNPIPELINED,
     )
@@ -629,6 +673,7 @@ def gradients(
         SPACE=SPACES[space],
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
+        LAST=gate_kind == "logit" and dgate is not None and dgate.shape[1] == 1,
         BLOCK_T=small_t,
         BLOCK_R=block_r,
         num_warps=4,

@@ -21,6 +21,27 @@ def learning_rate(step: Tensor, *, peak: float, warmup: int, total: int) -> Tens
     return (peak * torch.where(t < warmup, rise, fall)).float()
 
 
+def settle(
+    lr: Tensor,
+    found_inf: Tensor,
+    divisor: Tensor | None,
+    step: Tensor,
+    loss: Tensor,
+    norm: Tensor,
+    *,
+    clip: float,
+    peak: float,
+    warmup: int,
+    total: int,
+) -> None:
+    """Writes what the fused AdamW kernel reads at this step: the learning rate, 1 in `found_inf` where the loss or the
+    gradients' norm is not finite, and in `divisor` what brings a norm above `clip` down to it."""
+    lr.copy_(learning_rate(step, peak=peak, warmup=warmup, total=total))
+    found_inf.copy_(~(loss.isfinite() & norm.isfinite()))
+    if divisor is not None:
+        divisor.copy_(((norm + 1e-6) / clip).clamp(min=1))  # the inverse of PyTorch's clip coefficient
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Trainable parameters: matrices and higher decay, vectors and scalars do not."""
     trainable = [p for p in model.parameters() if p.requires_grad]

@@ -6,16 +6,19 @@ waits for none.
 
 A step whose loss or gradient norm is not finite changes nothing but the counters: `found_inf` makes the fused AdamW
 kernel return early and take its step count back, and the moving average keeps its old value.
+
+Clipping divides inside that kernel too (`grad_scale`, made for loss scaling): what `clip_grads_with_norm_` computes, to
+rounding, without a pass over all gradients. In float64 it is that function itself, since the divisor is float32.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import importlib.util
-import itertools
-from collections.abc import Iterator
-from typing import Protocol
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,15 +27,16 @@ from torch.nn import functional as F
 
 from oqc import seeding
 from oqc.config import Run
+from oqc.train.average import Average
 from oqc.train.numerics import autocast, default_generator
-from oqc.train.optim import learning_rate, make_optimizer
+from oqc.train.optim import make_optimizer, settle
 
 WARMUP = 3  # steps before a capture: library handles, workspaces and compiled code come into being in these
 LOSS, CORRECT, IMAGES, BAD, ROW, LONGEST, STOP, LOOK = range(8)  # places in `Step.stats`
 
 
 class BatchSource(Protocol):
-    """What `oqc.data.Batches` gives."""
+    """What `oqc.data.Batches` gives. One that has `compile(deterministic=...)` is told where blocks are compiled."""
 
     steps_per_epoch: int
 
@@ -41,7 +45,8 @@ class BatchSource(Protocol):
 
 
 class Step:
-    """The step of one run. `mode` is eager, compiled or graph; `compiled` says whether blocks are compiled.
+    """The step of one run. `mode` is eager, compiled or graph; `compiled` says whether blocks are compiled, and with
+    them the small work around them: what the model and the batches have of it, loss, learning rate and counters.
 
     `stats` (float64, on the device): summed loss, correct predictions and images since the last evaluation, then
     non-finite steps in all, in a row now, in a row at most; and two by which ranks agree on when to stop and to look.
@@ -66,10 +71,20 @@ class Step:
         self.lr: Tensor = self.optimizer.param_groups[0]["lr"]
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
+        self.divisor: Tensor | None = None
+        if train.clip and train.precision != "fp64":
+            self.divisor = torch.ones((), dtype=torch.float32, device=device)
+            self.optimizer.grad_scale = self.divisor  # type: ignore[attr-defined]
         self.average = Average(model, self.parameters, train.ema) if train.ema else None
 
+        self.mean_loss, self.settle, self.count = mean_loss, settle, count
         if compiled:
             compile_blocks(model, deterministic=train.deterministic)
+            self.mean_loss = compile_function(mean_loss, train.deterministic)
+            self.settle = compile_function(settle, train.deterministic)
+            self.count = compile_function(count, train.deterministic)
+            if hasattr(batches, "compile"):
+                batches.compile(deterministic=train.deterministic)
         self.forward: nn.Module = model
         if self.world > 1:
             ids = [device] if device.type == "cuda" else None
@@ -113,48 +128,34 @@ class Step:
         with autocast(self.device, train.precision):
             logits = self.forward(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(logits, labels_a, reduction="none", label_smoothing=train.smoothing)
-        if self.mixed:
-            other = F.cross_entropy(logits, labels_b, reduction="none", label_smoothing=train.smoothing)
-            losses = lam * losses + (1 - lam) * other
-        loss = losses.mean()
+        labels = (labels_a, labels_b, lam)
+        loss = self.mean_loss(logits, *labels, mixed=self.mixed, smoothing=train.smoothing)
         loss.backward()
         with torch.no_grad():
-            finite = self._update(loss)
-            guess = logits.argmax(1)
-            correct = torch.where(guess == labels_a, lam, 0) + torch.where(guess == labels_b, 1 - lam, 0)
-            self._count(finite, loss * len(labels_a), correct.sum(), len(labels_a))
-            self.step.add_(1)
+            loss, logits = loss.detach(), logits.detach()
+            self._update(loss)
+            self.count(self.stats, self.step, self.found_inf, loss, logits, *labels)
 
-    def _update(self, loss: Tensor) -> Tensor:
-        """Clips and steps unless something is not finite; returns whether all was."""
+    def _update(self, loss: Tensor) -> None:
+        """Clips and steps unless something is not finite."""
         train = self.config.train
         parameters = [p for p in self.parameters.values() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        self.found_inf.copy_(~(loss.isfinite() & norm.isfinite()))
+        schedule: dict[str, Any] = {"peak": train.lr, "warmup": self.warmup, "total": self.total}
+        written = (self.lr, self.found_inf, self.divisor)
+        self.settle(*written, self.step, loss, norm, clip=train.clip, **schedule)
         if self.world > 1:
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX)
-        if train.clip:
+        if train.clip and self.divisor is None:
             nn.utils.clip_grads_with_norm_(parameters, train.clip, norm)
-        self.lr.copy_(learning_rate(self.step, peak=train.lr, warmup=self.warmup, total=self.total))
         self.optimizer.step()
-        finite = self.found_inf == 0
         if self.average is not None:
-            self.average.update(finite)
-        return finite
-
-    def _count(self, finite: Tensor, loss: Tensor, correct: Tensor, images: int) -> None:
-        sums = torch.stack([loss.double(), correct.double(), torch.full_like(loss, images, dtype=torch.float64)])
-        self.stats[: IMAGES + 1].add_(torch.where(finite, sums, 0))
-        bad = (~finite).double()
-        self.stats[BAD].add_(bad)
-        self.stats[ROW].add_(1).mul_(bad)
-        self.stats[LONGEST].copy_(torch.maximum(self.stats[LONGEST], self.stats[ROW]))
+            self.average.update(self.found_inf == 0)
 
     def release(self) -> None:
-        """Gives the model back as it came: without compiled blocks."""
-        for module in _blocks(self.model) if self.compiled else []:
-            module._compiled_call_impl = None  # type: ignore[assignment]
+        """Gives the model back as it came: with nothing compiled."""
+        if self.compiled:
+            release_blocks(self.model)
 
     def state(self) -> dict[str, Tensor]:
         """Everything training changes, by name; the tensors themselves, not copies."""
@@ -179,32 +180,37 @@ class Step:
             value.copy_(tensors[name])
 
 
-class Average:
-    """Exponential moving average of the weights, with a model that reads it.
+def mean_loss(
+    logits: Tensor, labels_a: Tensor, labels_b: Tensor, lam: Tensor, *, mixed: bool, smoothing: float
+) -> Tensor:
+    losses = F.cross_entropy(logits, labels_a, reduction="none", label_smoothing=smoothing)
+    if mixed:
+        other = F.cross_entropy(logits, labels_b, reduction="none", label_smoothing=smoothing)
+        losses = lam * losses + (1 - lam) * other
+    return losses.mean()
 
-    The average is one flat tensor, so that keeping it untouched after a non-finite step is one `where`.
-    """
 
-    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], decay: float) -> None:
-        self.decay, self.sources = decay, list(parameters.values())
-        self.flat = self._gather()
-        ends = list(itertools.accumulate(p.numel() for p in self.sources))
-        self.parts = {
-            name: self.flat[end - p.numel() : end].view(p.shape)
-            for (name, p), end in zip(parameters.items(), ends, strict=True)
-        }
-        self.model = copy.deepcopy(model).eval()
-        for name, p in self.model.named_parameters():
-            if name in self.parts:
-                p.data = self.parts[name]
-        for mine, live in zip(self.model.modules(), model.modules(), strict=True):
-            mine._buffers = live._buffers
-
-    def _gather(self) -> Tensor:
-        return torch.cat([p.detach().reshape(-1) for p in self.sources])
-
-    def update(self, finite: Tensor) -> None:
-        self.flat.copy_(torch.where(finite, self.flat.lerp(self._gather(), 1 - self.decay), self.flat))
+def count(
+    stats: Tensor,
+    step: Tensor,
+    found_inf: Tensor,
+    loss: Tensor,
+    logits: Tensor,
+    labels_a: Tensor,
+    labels_b: Tensor,
+    lam: Tensor,
+) -> None:
+    """Adds one step to `Step.stats` and to the step counter."""
+    guess, images, finite = logits.argmax(1), len(labels_a), found_inf == 0
+    correct = torch.where(guess == labels_a, lam, 0) + torch.where(guess == labels_b, 1 - lam, 0)
+    loss = loss * images
+    sums = torch.stack([loss.double(), correct.sum().double(), torch.full_like(loss, images, dtype=torch.float64)])
+    stats[: IMAGES + 1].add_(torch.where(finite, sums, 0))
+    bad = (~finite).double()
+    stats[BAD].add_(bad)
+    stats[ROW].add_(1).mul_(bad)
+    stats[LONGEST].copy_(torch.maximum(stats[LONGEST], stats[ROW]))
+    step.add_(1)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -214,10 +220,37 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(model: nn.Module, *, deterministic: bool) -> None:
-    """Compiles in place; blocks of equal code and shapes share one compilation."""
-    options = {"deterministic": True} if deterministic else None
+    """Compiles in place; blocks of equal code and shapes share one compilation.
+
+    Beside its blocks a model may name methods in a class attribute `compilable`, which then run compiled as well.
+    """
     for module in _blocks(model):
-        module.compile(dynamic=False, options=options)
+        module.compile(dynamic=False, options=_options(deterministic))
+    for name in _beside_blocks(model):
+        # A bound method of the class's compiled function: a deep copy of the model binds it to the copy.
+        setattr(model, name, types.MethodType(compile_function(getattr(type(model), name), deterministic), model))
+
+
+def release_blocks(model: nn.Module) -> None:
+    """Undoes `compile_blocks`."""
+    for module in _blocks(model):
+        module._compiled_call_impl = None  # type: ignore[assignment]
+    for name in _beside_blocks(model):
+        vars(model).pop(name, None)
+
+
+def _beside_blocks(model: nn.Module) -> tuple[str, ...]:
+    return () if _blocks(model) == [model] else getattr(model, "compilable", ())
+
+
+@functools.cache
+def compile_function(function: Callable[..., Any], deterministic: bool) -> Callable[..., Any]:
+    """One compiled function for all runs of a process, so that equal shapes are compiled once."""
+    return torch.compile(function, dynamic=False, options=_options(deterministic))
+
+
+def _options(deterministic: bool) -> dict[str, Any] | None:
+    return {"deterministic": True} if deterministic else None
 
 
 @contextlib.contextmanager
