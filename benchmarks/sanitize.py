@@ -28,6 +28,8 @@ import torch
 from torch import nn
 
 from oqc import ops
+from oqc.config import FFN, Model
+from oqc.models import DeepViT
 from oqc.nn import OQCFFN
 from oqc.ops import operators
 from oqc.train.environment import environment
@@ -49,7 +51,7 @@ NETWORKS = [
 ]
 KERNELS = (
     *("_spatial_forward", "_spatial_backward", "_fold_forward", "_fold_backward"),
-    *("_coefficients", "_combination", "_gradient_of_z", "_gradients"),
+    *("_coefficients", "_combination", "_gradient_of_z", "_rounded", "_gradients", "_norm_forward", "_norm_backward"),
     *("_mix_forward", "_mix_backward", "_attention_forward", "_attention_backward", "_column_sums"),
 )
 
@@ -67,6 +69,15 @@ def network(device: torch.device, host: str, complement: str, size: dict[str, An
     assert x.grad.isfinite().all()
 
 
+def block(device: torch.device, complement: str, rank: int, width: int) -> None:
+    """A block of Deep-ViT under autocast: a residual stream in float32 and the norms of it."""
+    ffn = FFN(host="afbo", complement=complement, rank=rank, hidden=41)
+    model = DeepViT(Model(width=width, heads=2, depth=1, readout=False, ffn=ffn), backend="triton", device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = model(torch.randn(3, 3, 32, 32, device=device))
+    y.float().square().sum().backward()
+
+
 def attention(device: torch.device, tokens: int, heads: int, size: int) -> None:
     qkv = torch.randn(2, tokens, 3 * heads * size, device=device, dtype=torch.bfloat16, requires_grad=True)
     ops.self_attention(qkv, heads, backend="triton").square().sum().backward()
@@ -81,6 +92,7 @@ def sums(device: torch.device, rows: int, columns: int) -> None:
 def launches(device: torch.device) -> list[Callable[[], None]]:
     return [
         *(partial(network, device, *one) for one in NETWORKS),
+        *(partial(block, device, *one) for one in (("lowrank", 5, 32), ("full", 13, 40), ("dynamic", 30, 272))),
         *(partial(attention, device, *one) for one in ((17, 3, 16), (64, 8, 32), (65, 2, 32), (1, 1, 64))),
         *(partial(sums, device, *one) for one in ((47, 33), (5001, 33))),
     ]

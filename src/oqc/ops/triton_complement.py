@@ -41,6 +41,7 @@ GATES = {"scalar": 0, "token": 1, "logit": 2, "beta": 3}
 # and read by threads (as dy, which is stored too): the next tile may overwrite it too early. Such loops are not
 # pipelined.
 UNPIPELINED = 1
+ROUNDED_TOKENS = 8  # a program
 SHORT_LOOP = 256  # as wide a dy is better read once without a pipeline than twice with one
 # So far from 0 that what is divided by it stays finite, so near that rounding does not tell it from 0.
 LEAST_KEEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-24, torch.float16: 2.0**-12}
@@ -328,6 +329,40 @@ def _gradient_of_z(
 
 
 @triton.jit(do_not_specialize=["tokens"])
+def _rounded(
+    dy,  # [T, D] fp32
+    host,  # W b [T, D], row stride host_row; full only
+    keep,  # [T] fp32, full only
+    stacked,  # [(1 + kappa) dy | ...], row stride stacked_row
+    dkappa,  # [T] fp32, full only
+    tokens,
+    width: tl.constexpr,
+    host_row: tl.constexpr,
+    stacked_row: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The first columns of stacked, for cuBLAS to make dz of: reading fp32 leaves no time to multiply in between."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    row = tl.arange(0, BLOCK_T)
+    live = row < tokens - first
+    out = stacked + first * stacked_row + row[:, None] * stacked_row
+    if KEEP:
+        along = tl.zeros([BLOCK_T], tl.float32)
+        scale = tl.load(keep + first + row, mask=live, other=0.0)[:, None]
+    for start in range(0, width, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        dy_d = _load_rows(dy + first * width, row, live, width, d, width)
+        if KEEP:
+            along += tl.sum(dy_d * _load_rows(host + first * host_row, row, live, host_row, d, width).to(tl.float32), 1)
+            dy_d = scale * dy_d
+        tl.store(out + d[None, :], dy_d.to(stacked.dtype.element_ty), mask=live[:, None] & (d < width)[None, :])
+    if KEEP:
+        tl.store(dkappa + first + row, along, mask=live)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _gradients(
     stacked,  # [(1 + kappa) dy | ... | dz] comes in, [(1 + kappa) dy | dt | w] leaves; row stride stacked_row
     dkappa,  # [T] fp32, full only
@@ -364,6 +399,7 @@ def _gradients(
     NORMALISE: tl.constexpr,
     GATE: tl.constexpr,
     LAST: tl.constexpr,
+    SCALED: tl.constexpr,  # dz has the factor 1 + kappa
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -375,6 +411,10 @@ def _gradients(
     half = du.dtype.element_ty
     out = stacked + first * stacked_row
     dz = _load_rows(out + (used - padded), row, live, stacked_row, r, padded).to(tl.float32)
+    if SPACE == HIDDEN:
+        kept = tl.load(keep + first + row, mask=live, other=1.0)
+        if SCALED:
+            dz = dz / kept[:, None]
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
     s = u_r * v_r
@@ -433,7 +473,7 @@ def _gradients(
         dp += g_part[:, None] * gp_r
         factor = denergy / scale
         if SPACE == HIDDEN:  # z is kept divided by it
-            factor *= tl.load(keep + first + row, mask=live, other=1.0)
+            factor *= kept
         w = (factor * p_s)[:, None] * s
         if SPACE == RANK:
             w += (factor * p_t)[:, None] * t_r
@@ -560,7 +600,10 @@ def combination(
     (tokens, width), padded = host.shape, z.shape[1]
     out = host.new_empty(tokens, width) if residual is None else torch.empty_like(residual)
     half = host.dtype != torch.float32
-    block_t, block_d = (64, 256 if residual is None else 128) if half else (32, 32)
+    block_r = lanes(padded)
+    block_t, block_d, warps = (64, 256, 8) if half else (32, 32, 4)
+    if half and residual is not None:  # by measurement
+        block_d, warps = (128, 8) if block_r <= 64 else (64, 4)
     _combination[(cdiv(tokens, block_t), cdiv(width, block_d))](
         host,
         z,
@@ -580,9 +623,9 @@ def combination(
         RESIDUAL=residual is not None,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
-        BLOCK_R=lanes(padded),
+        BLOCK_R=block_r,
         BLOCK_D=block_d,
-        num_warps=8 if half else 4,
+        num_warps=warps,
     )
     return out
 
@@ -619,29 +662,48 @@ def gradients(
     dpower = dy.new_empty(tokens, dtype=torch.float32) if space == "hidden" else None
     dkappa = torch.empty_like(saved.keep)
     parts = dy.new_empty(cdiv(tokens, small_t), dtype=torch.float32)
-    _gradient_of_z[(cdiv(tokens, block_t),)](
-        dy,
-        host,
-        saved.keep,
-        stack,
-        stacked,
-        dkappa,
-        tokens,
-        hidden,
-        padded,
-        width,
-        used,
-        host.stride(0),
-        stacked.stride(0),
-        KEEP=space == "hidden",
-        APART=apart,
-        PRECISION="tf32" if half else "tf32x3",
-        BLOCK_T=block_t,
-        BLOCK_R=block_r,
-        BLOCK_D=(128 if space == "hidden" and not apart and dy.dtype == stack.dtype else 64) if half else 32,
-        num_warps=4,
-        num_stages=3 if apart else UNPIPELINED,
-    )
+    scaled = dy.dtype != stack.dtype == torch.bfloat16  # fp16 could not hold dy times a small 1 + kappa
+    if scaled:
+        _rounded[(cdiv(tokens, ROUNDED_TOKENS),)](
+            dy,
+            host,
+            saved.keep,
+            stacked,
+            dkappa,
+            tokens,
+            width,
+            host.stride(0),
+            stacked.stride(0),
+            KEEP=space == "hidden",
+            BLOCK_T=ROUNDED_TOKENS,
+            BLOCK_D=256,
+            num_warps=4,
+        )
+        torch.mm(stacked[:, :width], stack[:width, hidden:], out=stacked[:, used - padded : used])
+    else:
+        _gradient_of_z[(cdiv(tokens, block_t),)](
+            dy,
+            host,
+            saved.keep,
+            stack,
+            stacked,
+            dkappa,
+            tokens,
+            hidden,
+            padded,
+            width,
+            used,
+            host.stride(0),
+            stacked.stride(0),
+            KEEP=space == "hidden",
+            APART=apart,
+            PRECISION="tf32" if half else "tf32x3",
+            BLOCK_T=block_t,
+            BLOCK_R=block_r,
+            BLOCK_D=(128 if space == "hidden" and not apart and dy.dtype == stack.dtype else 64) if half else 32,
+            num_warps=4,
+            num_stages=3 if apart else UNPIPELINED,
+        )
     _gradients[(len(parts),)](
         stacked,
         dkappa,
@@ -673,6 +735,7 @@ def gradients(
         SPACE=SPACES[space],
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
+        SCALED=scaled,
         LAST=gate_kind == "logit" and dgate is not None and dgate.shape[1] == 1,
         BLOCK_T=small_t,
         BLOCK_R=block_r,
