@@ -230,3 +230,18 @@ def test_speeds_of_two_versions_of_the_code_are_not_compared():
     assert comparison.compare(at("a", afbo, 100.0) + at("b", full, 300.0)).speed(FULL) is None
     mixed = at("a", afbo[:2], 100.0) + at("b", afbo[2:], 400.0) + at("b", full, 300.0)
     assert comparison.compare(mixed).speed(FULL) == pytest.approx(0.75)
+
+
+def test_claims_on_speed_rest_on_the_version_that_trained_most():
+    records = suite({}, presets=("cifar100_lowrank_r56", "cifar100_full_r64"), seeds=5)
+    for record in records:
+        new = record["seed"] == 4  # of another version, with another order
+        fast = record["preset"].endswith("lowrank_r56") != new
+        speed = (70_000.0 if new else 50_000.0) + (1_000.0 if fast else 0.0) + record["seed"]
+        record |= {"images_per_s": speed, "environment": {"commit": "b" if new else "a"}}
+    findings = comparison.compare(records).findings
+    found = next(finding for claim, finding in findings.items() if "faster than OQC full" in claim.name)
+    assert found.seeds == (0, 1, 2, 3)
+    assert found.difference == pytest.approx(1_000)
+    assert found.high - found.low < 10
+    assert found.verdict == "reproduced"

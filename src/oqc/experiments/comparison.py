@@ -44,11 +44,22 @@ class Comparison:
 
 
 def compare(records: Sequence[Record]) -> Comparison:
-    frozen = [record | {"images_per_s": speed_of(record)} for record in _frozen(records)]
-    outcomes = assess_all(CLAIMS, frozen)
+    frozen = _frozen(records)
+    outcomes = assess_all(CLAIMS, _speeds_of_one_version(frozen))
     return Comparison(
         records, frozen, {row["preset"]: row for row in rows(records)}, dict(zip(CLAIMS, outcomes, strict=True))
     )
+
+
+def _speeds_of_one_version(records: Sequence[Record]) -> list[Record]:
+    """The records with speeds by that version of the code which trained most of them: another's differ by more than
+    chance."""
+    commits = Counter(record["environment"].get("commit") for record in records if speed_of(record))
+    chosen = commits.most_common(1)[0][0] if commits else None
+    return [
+        record | {"images_per_s": speed_of(record) if record["environment"].get("commit") == chosen else None}
+        for record in records
+    ]
 
 
 def _speeds(records: Sequence[Record], preset: str) -> dict[str | None, float]:
