@@ -57,7 +57,7 @@ SMALL = [
     Case(16, 24, 8, 3, gate="token", residual=True),
     Case(20, 40, 11, 3, space="hidden", residual=True),
     Case(20, 24, 5, 2, space="none", residual=True),
-    Case(20, 24, 5, 3, complement=False, residual=True),
+    Case(20, 30, 5, 3, complement=False, residual=True),
     Case(264, 24, 5, 2),
     Case(16, 80, 70, 2),
     Case(12, 96, 75, 2, space="hidden"),

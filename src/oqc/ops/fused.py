@@ -121,6 +121,11 @@ def _network(
     rank = 0 if lift is None else lift.shape[1]
     maps: list[Tensor] = [item for item, _ in host_maps]
     biases: list[Tensor | None] = [item for _, item in host_maps]
+    spare = -weight.shape[1] % 8 if lift is None else 0
+    if spare:  # channels of zeros, which change nothing and align every row; a complement would count them in its norms
+        maps, biases = [_pad_rows(item, spare) for item in maps], [_pad(item, spare) for item in biases]
+        taps = [None if item is None else F.pad(item, (0, 0) * (item.dim() - 1) + (0, spare)) for item in taps]
+        weight = F.pad(weight, (0, spare))
     extra = gate_columns(rank, u is None) if isinstance(gate, tuple) else 0
     if u is not None and v is not None:
         maps += [_pad_rows(u, -rank % 8), _pad_rows(v, -rank % 8 - (1 if extra == 1 else 0))]
@@ -199,6 +204,10 @@ def _stacked(items: Sequence[Tensor]) -> Tensor:
 
 def _pad_rows(weight: Tensor, count: int) -> Tensor:
     return F.pad(weight, (0, 0, 0, count)) if count else weight
+
+
+def _pad(bias: Tensor | None, count: int) -> Tensor | None:
+    return None if bias is None else F.pad(bias, (0, count))
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
