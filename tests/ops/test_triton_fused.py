@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from fused_oracle import DEVICE, LARGE, SMALL, Case, leaves, literal, ours, ours_from_hidden, ratio, squares_of, tensors
 from torch import Tensor
 
+from oqc.nn import OQCFFN
 from oqc.ops import fused, layout, operators, plain
 
 
@@ -251,3 +254,49 @@ def test_a_rounded_gram_matrix_is_as_exact_as_the_literal_product(rank: int) -> 
 def test_elsewhere_the_gram_matrix_stays_in_full_precision(rank: int, dtype: torch.dtype) -> None:
     exact, stack = (found[0] for found in plain.fold(*(torch.randn(1, 64, n) for n in (64, rank)), None, "none", dtype))
     assert layout.gram_of(stack, exact, layout.Form(rank=rank, space="none")).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("complement", "rank"), [("lowrank", 2), ("equation", 2), ("equation", 3), ("dynamic", 5)])
+def test_in_few_dimensions_the_kernels_lose_no_more_than_the_plain_form(complement: str, rank: int) -> None:
+    """There q is often nearly parallel to m, and what is left of it a small difference."""
+    torch.manual_seed(0)
+    fast = OQCFFN(16, 24, complement=complement, rank=rank, backend="triton").to(DEVICE)
+    for parameter in fast.parameters():
+        parameter.data.normal_(0, 0.3)
+    plainly, exact = copy.deepcopy(fast), copy.deepcopy(fast).double()
+    plainly.backend, exact.backend = "torch", "reference"
+    x, dy = torch.randn(2, 2, 200, 16, device=DEVICE)
+
+    def gradients(module: OQCFFN) -> list[Tensor]:
+        given = x.to(module.host.fc2.weight.dtype).requires_grad_()
+        return list(torch.autograd.grad(module(given), [given, *module.parameters()], dy.to(given.dtype)))
+
+    for ours_, other, truth in zip(*map(gradients, (fast, plainly, exact)), strict=True):
+        error, own = ((item.double() - truth).norm() / truth.norm() for item in (ours_, other))
+        assert error <= max(1e-5, 6 * own)
+
+
+def test_an_endless_logit_is_a_gate_of_one() -> None:
+    for rank in (5, 8):  # in a column of v's padding, and behind v
+        ffn = OQCFFN(16, 24, host="afbo", complement="dynamic", rank=rank, backend="triton").to(DEVICE)
+        assert ffn.complement is not None
+        assert ffn.complement.gate_map is not None
+        ffn.complement.gate_map.bias.data.fill_(math.inf)
+        x = torch.randn(1, 4, 16, device=DEVICE)
+        y = ffn(x)
+        ffn.backend = "torch"
+        torch.testing.assert_close(y, ffn(x))
+
+
+@pytest.mark.parametrize("complement", ["none", "lowrank", "full"])
+def test_a_residual_is_added_as_pytorch_adds_it(complement: str) -> None:
+    ffn = OQCFFN(16, 24, host="afbo", complement=complement, rank=5, drop=0.5, backend="triton").to(DEVICE).eval()
+    x, residual = torch.randn(2, 3, 4, 16, device=DEVICE)
+    y = ffn(x)
+    for item in (residual, residual[:1], residual.double(), residual.transpose(0, 1).contiguous().transpose(0, 1)):
+        torch.testing.assert_close(ffn(x, residual=item), item + y)
+    ffn.host.drop2.train()  # as for Monte Carlo dropout
+    assert not torch.equal(ffn(x, residual=residual), ffn(x, residual=residual))
+    ffn.host.drop2.eval()
+    ffn.host.drop2.register_forward_hook(lambda module, given, out: out * 0)
+    assert torch.equal(ffn(x, residual=residual), residual)

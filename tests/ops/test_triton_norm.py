@@ -309,8 +309,28 @@ def test_a_hooked_norm_and_a_replaced_network_take_the_plain_path():
         calls.clear()
         other = block()
         setattr(other, name, Own())
-        assert used(through, other, x) == [0, 0]
+        assert used(through, other, x) == [1, 1]  # the norm before what is ours
         assert calls == [torch.float32]
+
+    class Linear(nn.Linear):  # as of LoRA
+        def forward(self, y):
+            calls.append(y.dtype)
+            return super().forward(y)
+
+    for name in ("attn.qkv", "ffn.host.map_a", "ffn.complement.u"):
+        calls.clear()
+        other = block(complement="lowrank", rank=5)
+        old = other.get_submodule(name)
+        new = Linear(old.in_features, old.out_features, bias=old.bias is not None, device=DEVICE)
+        other.set_submodule(name, new)
+        assert used(through, other, x) == [1, 1]
+        assert calls == [torch.float32]
+    watched = block()
+    watched.attn.register_forward_hook(lambda module, args, out: calls.append(args[0].dtype))
+    watched.ffn.register_forward_hook(lambda module, args, out: calls.append(args[0].dtype))
+    calls.clear()
+    assert used(through, watched, x) == [0, 0]
+    assert calls == [torch.float32] * 2
 
 
 def test_counts_no_flops():

@@ -68,7 +68,7 @@ class Batches:
     def compile(self, *, deterministic: bool = False) -> None:
         """Lets `next` run compiled where that cannot change a bit: all but mixup and cutmix, whose weights are drawn
         with a power and a cosine and whose sum a compiler may round differently."""
-        self._compiled_view = _compile_view(deterministic)
+        self._compiled_view = _compile_view(type(self)._view, deterministic)
 
     def start_epoch(self, epoch: int) -> None:
         """Writes this epoch's permutation in place, where a captured `next` reads it."""
@@ -135,10 +135,10 @@ class Batches:
 
 
 @functools.cache
-def _compile_view(deterministic: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+def _compile_view(view: Callable[..., Any], deterministic: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Of the class, not of one object: batches of equal settings share what is compiled, and nothing keeps them."""
     options: dict[str, Any] | None = {"deterministic": True} if deterministic else None
-    return torch.compile(Batches._view, dynamic=False, options=options)
+    return torch.compile(view, dynamic=False, options=options)
 
 
 class Normalise:

@@ -54,13 +54,16 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, folded: ops.fused.Folded | None = None) -> Tensor:
-        ours = type(self.attn) is Attention and type(self.ffn) is OQCFFN  # others get their input from the norm itself
-        backend = self.backend if ours else "torch"
-        x, y = ops.residual_norm(x, None, self.norm1, backend=backend)
-        x, y = ops.residual_norm(x, self.attn(y), self.norm2, backend=backend)
-        if not ours or ops.has_hooks(self.ffn):  # hooks see the network's own output
-            return x + (self.ffn(y) if folded is None else self.ffn(y, folded))  # another module there takes y alone
-        return self.ffn(y, folded, residual=x)
+        # What is not as it was built, or is watched, gets the norm's own output, and is seen to give its own.
+        attn, ffn = self.attn, self.ffn
+        whole = type(attn) is Attention and not ops.has_hooks(attn) and ops.is_plain(attn.qkv)
+        x, y = ops.residual_norm(x, None, self.norm1, backend=self.backend if whole else "torch")
+        whole = type(ffn) is OQCFFN and not ops.has_hooks(ffn)
+        half = whole and ffn.takes_half()
+        x, y = ops.residual_norm(x, attn(y), self.norm2, backend=self.backend if half else "torch")
+        if whole:
+            return ffn(y, folded, residual=x)
+        return x + (ffn(y) if folded is None else ffn(y, folded))  # another module there takes y alone
 
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x = x + self.attn(self.norm1(x))

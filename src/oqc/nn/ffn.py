@@ -101,8 +101,7 @@ class OQCFFN(nn.Module):
         """`folded` is this layer's share of `fold_together`, where a model does that for all its layers at once;
         `residual` is added to the output, in the same kernel where there is one that can."""
         if residual is not None:
-            within = residual.dtype == torch.float32 and self.complement is not None and not self.use_conv
-            if within and (folded is not None or self._is_one_operator(x)):
+            if self._adds(x, residual) and (folded is not None or self._is_one_operator(x)):
                 return self._fused(x, folded, residual)
             return residual + self.forward(x, folded)
         x, host, complement = self._enter(x), self.host, self.complement
@@ -147,6 +146,20 @@ class OQCFFN(nn.Module):
             return False
         layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
         return ops.is_plain(*layers) if branch is None else branch.fuses(x, *layers)
+
+    def _adds(self, x: Tensor, residual: Tensor) -> bool:
+        """Whether a kernel can add this residual: as large as the output, which nothing changes before the sum."""
+        if self.complement is None or self.use_conv or residual.dtype != torch.float32:
+            return False
+        drop = self.host.drop2
+        quiet = type(drop) is nn.Dropout and not (drop.training and drop.p > 0) and not ops.has_hooks(drop)
+        return quiet and residual.shape == (*x.shape[:-1], self.host.fc2.out_features)
+
+    def takes_half(self) -> bool:
+        """Whether all that reads the input is a plain layer, for which autocast rounds it anyway."""
+        branch = self.complement
+        own = () if branch is None else (getattr(branch, "u", None), getattr(branch, "v", None), branch.gate_map)
+        return ops.is_plain(*self.host.up(), *own)
 
     def _fused(self, x: Tensor, folded: ops.fused.Folded | None, residual: Tensor | None = None) -> Tensor:
         host: Any = self.host

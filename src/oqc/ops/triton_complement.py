@@ -19,7 +19,7 @@ atomics, bit-reproducible.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
-# ruff: noqa: SIM108, SIM109 -- the kernels are written in Triton's subset of the language
+# ruff: noqa: SIM109 -- the kernels are written in Triton's subset of the language
 from __future__ import annotations
 
 import os
@@ -56,32 +56,26 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _left(ss, st, tt, rank: tl.constexpr, eps):
-    """Eqs. 4 and 5 by inner products of s and t alone. With q = a s and m = c t, both of RMS 1: <m, m>, <m, m> + eps,
-    <q, m>, the share of q along m, and the factor that gives what is left of q an RMS of 1."""
+def _along(ss, st, tt, rank: tl.constexpr, eps):
+    """Eqs. 4 and 5 by inner products of s and t. With q = a s and m = c t, both of RMS 1: a, c, <m, m> + eps and the
+    share of q along m."""
     a, c = tl.rsqrt(ss / rank + eps), tl.rsqrt(tt / rank + eps)
-    mm, qm = c * c * tt, a * c * st
-    main = mm + eps
-    share = qm / main
-    rest = tl.maximum(a * a * ss - 2.0 * share * qm + share * share * mm, 0.0)
-    return a, c, mm, main, qm, share, tl.rsqrt(rest / rank + eps)
+    main = c * c * tt + eps
+    return a, c, main, a * c * st / main
 
 
 @triton.jit
-def _left_grad(dps, dpt, ss, st, tt, scalars, rank: tl.constexpr):
-    """Of what is left, p, given <dp, s> and <dp, t>: how much of dp, of s and of t is in ds, and of each in dt."""
-    a, c, mm, main, qm, share, left = scalars
-    alpha, beta = left * a, -left * share * c  # p = alpha s + beta t
-    along = (alpha * dps + beta * dpt) / rank
-    drs = left * (dps - along * (alpha * ss + beta * st))  # dr, the gradient of q - share m, against s and t
-    drt = left * (dpt - along * (alpha * st + beta * tt))
+def _left_grad(dpr, dpt, st, left, a, c, main, share, rank: tl.constexpr, eps):
+    """Of p = left r, with r = a s - share c t and left = 1 / rms(r), from dp against r and t: how much of dp, r, s and
+    t is in ds, and how much of dp, r and t in dt. What the equations make 0 but for eps is written as that, since the
+    difference of two large numbers would not be: <r, m>, <dq, q> and <dm, m>."""
+    along = left * dpr / rank  # <dp, p> / R
+    drt = left * (dpt - along * left * a * st * eps / main)  # dr, the gradient of r, against t
     dshare = -c * drt / main
-    dqs = drs + dshare * c * st
-    dmm = dshare * qm - share * c * drt - 2.0 * dshare * share * mm  # <dm, m>
-    s_p, s_s, s_t = a * left, -a * (left * along * alpha + a * a * dqs / rank), a * (dshare * c - left * along * beta)
-    t_p, t_s = -c * share * left, c * (dshare * a + share * left * along * alpha)
-    t_t = c * (share * left * along * beta - c * (2.0 * dshare * share + dmm / rank))
-    return s_p, s_s, s_t, t_p, t_s, t_t
+    back = left * left * along
+    s_s = -a * a * (eps * left * left * left * dpr / rank)
+    t_t = -c * c * dshare * share * (1.0 + 2.0 * eps / rank)
+    return a * left, -a * back, s_s, a * c * dshare, -c * share * left, c * (dshare + share * back), t_t
 
 
 @triton.jit
@@ -193,14 +187,17 @@ def _coefficients(
         tl.store(t + first * padded + at, main.to(t.dtype.element_ty), mask=wide)
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
+    if GATE == LOGIT:  # it may lie in a column of v
+        v_r = tl.where((r < rank)[None, :], v_r, 0.0)
     s = u_r * v_r
     ss = tl.sum(s * s, 1)
     scale = _load_gate(gate, first, row, live, gate_row, GATE)
     one = tl.full([BLOCK_T], 1.0, tl.float32)
     if SPACE == RANK:
         st, tt = tl.sum(s * main, 1), tl.sum(main * main, 1)
-        a, c, _mm, _main, _qm, share, left = _left(ss, st, tt, rank, eps)
-        q = (left * a)[:, None] * s - (left * share * c)[:, None] * main
+        a, c, _main, share = _along(ss, st, tt, rank, eps)
+        q = a[:, None] * s - (share * c)[:, None] * main
+        q = tl.rsqrt(tl.sum(q * q, 1) / rank + eps)[:, None] * q
     else:
         q = tl.rsqrt(ss / rank + eps)[:, None] * s
     if NORMALISE:
@@ -417,31 +414,33 @@ def _gradients(
             dz = dz / kept[:, None]
     u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
+    if GATE == LOGIT:  # it may lie in a column of v
+        v_r = tl.where((r < rank)[None, :], v_r, 0.0)
     s = u_r * v_r
     g = _load_gate(gate, first, row, live, gate_row, GATE)
-    # Every result is a combination of dz, G p, s and t, whose factors need inner products of these alone.
-    ss, zs = tl.sum(s * s, 1), tl.sum(dz * s, 1)
+    # Every result is a combination of dz, G p, s, t and what is left of s, with factors of a token.
+    ss = tl.sum(s * s, 1)
     if SPACE != NONE:
         t_r = _load_rows(t + first * t_row, row, live, t_row, r, padded).to(tl.float32)
         st = tl.sum(s * t_r, 1)
     if NORMALISE:
         gp_r = _load_rows(gp + first * padded, row, live, padded, r, padded).to(tl.float32)
-        gs = tl.sum(gp_r * s, 1)
         e = tl.load(energy + first + row, mask=live, other=0.0)
-    if SPACE == RANK:
-        tt, zt = tl.sum(t_r * t_r, 1), tl.sum(dz * t_r, 1)
-        scalars = _left(ss, st, tt, rank, eps)
-        p_s, p_t = scalars[6] * scalars[0], -scalars[6] * scalars[5] * scalars[1]  # p = p_s s + p_t t
-        dzp = p_s * zs + p_t * zt
+    if SPACE == RANK:  # p = left rest
+        a, c, main, share = _along(ss, st, tl.sum(t_r * t_r, 1), rank, eps)
+        rest = a[:, None] * s - (share * c)[:, None] * t_r
+        left = tl.rsqrt(tl.sum(rest * rest, 1) / rank + eps)
     else:
-        p_s = tl.rsqrt(ss / rank + eps)
-        dzp = p_s * zs
+        rest = s
+        left = tl.rsqrt(ss / rank + eps)
+    zr = tl.sum(dz * rest, 1)
+    dzp = left * zr
     scale = tl.full([BLOCK_T], 1.0, tl.float32)
     denergy = tl.zeros([BLOCK_T], tl.float32)  # lacks the gate's factor: z has it
     dqt = tl.zeros([BLOCK_T], tl.float32)
     if SPACE == HIDDEN:
         size = tl.load(power + first + row, mask=live, other=0.0)
-        full = _full(p_s * st, size, e, hidden, eps)
+        full = _full(left * st, size, e, hidden, eps)
         scale = full[0] * full[7]
         dk = tl.load(dkappa + first + row, mask=live, other=0.0)
         dg, dqt, dsize, denergy = _full_grad(dzp, dk, size, e, full, hidden, eps)
@@ -454,18 +453,18 @@ def _gradients(
     else:
         dg = dzp
     z_part, g_part = g * scale, 2.0 * g * denergy  # dp = z_part dz + g_part G p (full: + dqt t)
-    dps = z_part * zs
+    dpr = z_part * zr
     if NORMALISE:
-        dps += g_part * gs
+        dpr += g_part * tl.sum(gp_r * rest, 1)
     if SPACE == RANK:
-        dpt = z_part * zt
+        dpt = z_part * tl.sum(dz * t_r, 1)
         if NORMALISE:
             dpt += g_part * tl.sum(gp_r * t_r, 1)
-        s_p, s_s, s_t, t_p, t_s, t_t = _left_grad(dps, dpt, ss, st, tt, scalars, rank)
+        s_p, s_rest, s_s, s_t, t_p, t_rest, t_t = _left_grad(dpr, dpt, st, left, a, c, main, share, rank, eps)
     else:
         if SPACE == HIDDEN:
-            dps += dqt * st
-        s_p, s_s, s_t = p_s, -p_s * p_s * p_s * dps / rank, p_s * dqt
+            dpr += dqt * st
+        s_p, s_rest, s_t = left, -left * left * left * dpr / rank, left * dqt
     wide = live[:, None] & (r < padded)[None, :]
     at = out + row[:, None] * stacked_row + r[None, :]
     dp = z_part[:, None] * dz
@@ -474,19 +473,18 @@ def _gradients(
         factor = denergy / scale
         if SPACE == HIDDEN:  # z is kept divided by it
             factor *= kept
-        w = (factor * p_s)[:, None] * s
-        if SPACE == RANK:
-            w += (factor * p_t)[:, None] * t_r
+        w = (factor * left)[:, None] * rest
     else:
         w = tl.zeros_like(s)
     tl.store(at + (used - padded), w.to(half), mask=wide)
-    ds = s_p[:, None] * dp + s_s[:, None] * s
+    ds = s_p[:, None] * dp + s_rest[:, None] * rest
     if SPACE != NONE:
         ds += s_t[:, None] * t_r
         if SPACE == RANK:
-            dt = t_p[:, None] * dp + t_s[:, None] * s + t_t[:, None] * t_r
+            ds += s_s[:, None] * s
+            dt = t_p[:, None] * dp + t_rest[:, None] * rest + t_t[:, None] * t_r
         else:
-            dt = (dqt * p_s)[:, None] * s
+            dt = (dqt * left)[:, None] * s
         tl.store(at + width, dt.to(half), mask=wide)
     wide = live[:, None] & (r < columns)[None, :]
     if GATE == TOKEN:
@@ -598,7 +596,7 @@ def combination(
     """keep (W b + M z) + bias, with keep 1 where it is empty; rows of any stride. With a residual [T, D] its sum, in
     that one's dtype."""
     (tokens, width), padded = host.shape, z.shape[1]
-    out = host.new_empty(tokens, width) if residual is None else torch.empty_like(residual)
+    out = (host if residual is None else residual).new_empty(tokens, width)
     half = host.dtype != torch.float32
     block_r = lanes(padded)
     block_t, block_d, warps = (64, 256, 8) if half else (32, 32, 4)
