@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch._dynamo.utils import counters
 from oqc import seeding
 from oqc.config import Data
 from oqc.data import Batches, Dataset, Split, augment, eval_batches
+from oqc.train.step import compile_function
 
 N, C, H, W, B, SEED = 50, 3, 9, 7, 16, 3
 PLAIN = {"crop": 0, "flip": False}
@@ -232,7 +235,7 @@ def test_compiled_batches_are_the_same_bits(name: str) -> None:
     before = counters["stats"]["unique_graphs"]
     for seed in (SEED, 8):
         eager, compiled = batches(SETTINGS[name], seed=seed), batches(SETTINGS[name], seed=seed)
-        compiled.compile(deterministic=True)
+        compiled.compile(functools.partial(compile_function, deterministic=True))
         for epoch, step in ((0, 0), (0, 2), (4, 13), (2, 2**40 + 1)):
             eager.start_epoch(epoch)
             compiled.start_epoch(epoch)
@@ -248,7 +251,7 @@ def test_compiled_on_the_gpu_they_are_the_cpus_bits(name: str, deterministic: bo
     before = counters["stats"]["unique_graphs"]
     expected, config = batches(SETTINGS[name]), Data(name="random", **SETTINGS[name])
     source = Batches(DATASET.train, DATASET, config, batch=B, seed=SEED, device="cuda")
-    source.compile(deterministic=deterministic)
+    source.compile(functools.partial(compile_function, deterministic=deterministic))
     for epoch, step in ((0, 0), (0, 2), (4, 13), (2, 2**40 + 1)):
         source.start_epoch(epoch)
         expected.start_epoch(epoch)

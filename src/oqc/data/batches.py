@@ -65,10 +65,10 @@ class Batches:
         self._compiled_view: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.start_epoch(0)
 
-    def compile(self, *, deterministic: bool = False) -> None:
-        """Lets `next` run compiled where that cannot change a bit: all but mixup and cutmix, whose weights are drawn
-        with a power and a cosine and whose sum a compiler may round differently."""
-        self._compiled_view = _compile_view(type(self)._view, deterministic)
+    def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Lets `next` run what `compiler` makes of its code, where that cannot change a bit: all but mixup and cutmix,
+        whose weights are drawn with a power and a cosine and whose sum a compiler may round differently."""
+        self._compiled_view = compiler(type(self)._view)  # the class's, so that equal batches share what is compiled
 
     def start_epoch(self, epoch: int) -> None:
         """Writes this epoch's permutation in place, where a captured `next` reads it."""
@@ -132,13 +132,6 @@ class Batches:
             lam = torch.where(cut, area, lam)
             keep = torch.where(cut[:, None, None, None], outside.float(), keep)
         return keep, lam
-
-
-@functools.cache
-def _compile_view(view: Callable[..., Any], deterministic: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Of the class, not of one object: batches of equal settings share what is compiled, and nothing keeps them."""
-    options: dict[str, Any] | None = {"deterministic": True} if deterministic else None
-    return torch.compile(view, dynamic=False, options=options)
 
 
 class Normalise:

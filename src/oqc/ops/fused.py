@@ -7,7 +7,7 @@ tokens and S = [W M; P 0; 0 G] of the weights (`triton_fold`):
     b    [T, H] = a kernel of proj's first columns: AFBO's spatial part (`triton_spatial`), or an activation, with a
                   product where the host is gated (`triton_mix`)
     z    [T, R] = complement's kernel of b and proj's other columns (`triton_complement`), written beside b
-    y    [T, D] = [b | z] [W M]^T            full OQC: another kernel, since W b is scaled
+    y    [T, D] = [b | z] [W M]^T            full OQC, and where a residual is added: W b, and another kernel
 
     [dy' | dt | w], du, dv, dgate = complement's kernel;   db = [dy' | dt] S,   dS, dbias = [dy' | dt | w]^T [b | z | 1]
     (full OQC: dy' = (1 + kappa) dy, and z and the 1 are kept divided by that factor)
@@ -142,8 +142,9 @@ def _network(
         bias_in = torch.cat([m.new_zeros(m.shape[0]) if item is None else item for m, item in pairs])
     weight_in = torch.cat(maps).to(dtype)
     with full_precision(x):
-        stack, exact = weight.to(dtype), None
-        if lift is not None:
+        if lift is None:
+            stack, exact = weight.to(dtype), None
+        else:
             stack, exact = folded or fold([weight], [lift], [project], space, dtype)[0]
         rest = None if residual is None else residual.reshape(-1, residual.shape[-1])
         inputs = (x.reshape(-1, x.shape[-1]).to(dtype), weight_in, bias_in, *taps, stack, exact, bias, value, rest)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oqc.ops import plain
+from oqc.ops.modules import has_hooks
 from oqc.ops.operators import on_device_of, on_kernels, wanted
 
 HALF = (torch.bfloat16, torch.float16)
@@ -30,8 +31,6 @@ def residual_norm(x: Tensor, y: Tensor | None, norm: nn.Module, *, backend: str 
 
 def _chosen(x: Tensor, y: Tensor | None, norm: Any, backend: str) -> bool:
     """Whether the kernels are wanted, the norm is what they compute, and autocast would cast its output anyway."""
-    from oqc.ops import has_hooks
-
     if x.is_meta or not wanted(backend, x) or not torch.is_autocast_enabled(x.device.type):
         return False
     dtype = torch.get_autocast_dtype(x.device.type)

@@ -14,8 +14,8 @@ gradient of G is a sum over tokens of e p p^T, p being what is left of q and z a
 
 A program takes a block of tokens and all of the rank, padded to a power of two and masked, and is fp32 inside, but for
 what it multiplies on tensor cores: z and dy in half precision, q and G in bf16 or tf32. The gradients take two kernels,
-so that neither holds many tiles of that size at once. The gate's is one number a program, for PyTorch to add up: no
-atomics, bit-reproducible.
+so that neither holds many tiles of that size at once; from an fp32 dy the first only rounds it, and cuBLAS makes dz.
+The gate's is one number a program, for PyTorch to add up: no atomics, bit-reproducible.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oqc.ops.layout import cdiv, lanes
-from oqc.ops.triton_spatial import processors
+from oqc.ops.layout import cdiv, lanes, processors
 from oqc.ops.triton_sums import column_sums
 
 WARPS = 4

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oqc.ops.layout import cdiv
+from oqc.ops.layout import cdiv, processors
 from oqc.ops.triton_sums import column_sums
 
 CHANNELS = 32  # a program is one warp, a thread one channel
@@ -538,10 +538,6 @@ def backward(
         num_warps=1,
     )
     return column_sums(partial)
-
-
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _programs(a: Tensor, tokens: int, strips: int, warps: int) -> tuple[int, int, int]:

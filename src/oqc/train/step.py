@@ -36,7 +36,7 @@ LOSS, CORRECT, IMAGES, BAD, ROW, LONGEST, STOP, LOOK = range(8)  # places in `St
 
 
 class BatchSource(Protocol):
-    """What `oqc.data.Batches` gives. One that has `compile(deterministic=...)` is told where blocks are compiled."""
+    """What `oqc.data.Batches` gives. One that has `compile(compiler)` is given one where blocks are compiled."""
 
     steps_per_epoch: int
 
@@ -84,7 +84,7 @@ class Step:
             self.settle = compile_function(settle, train.deterministic)
             self.count = compile_function(count, train.deterministic)
             if hasattr(batches, "compile"):
-                batches.compile(deterministic=train.deterministic)
+                batches.compile(functools.partial(compile_function, deterministic=train.deterministic))
         self.forward: nn.Module = model
         if self.world > 1:
             ids = [device] if device.type == "cuda" else None
