@@ -28,11 +28,12 @@ import torch
 from torch import nn
 
 from oqc import ops
-from oqc.config import FFN, Model
+from oqc.config import FFN, Model, Train
 from oqc.models import DeepViT
 from oqc.nn import OQCFFN
 from oqc.ops import operators
 from oqc.train.environment import environment
+from oqc.train.optim import make_optimizer
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 SMALL = {"hidden": 41, "rank": 5, "grid": (3, 5)}
@@ -53,6 +54,7 @@ KERNELS = (
     *("_spatial_forward", "_spatial_backward", "_fold_forward", "_fold_backward"),
     *("_coefficients", "_combination", "_gradient_of_z", "_rounded", "_gradients", "_norm_forward", "_norm_backward"),
     *("_mix_forward", "_mix_backward", "_attention_forward", "_attention_backward", "_column_sums"),
+    *("_adamw_squares", "_adamw_update", "_adamw_count"),
 )
 
 
@@ -70,12 +72,15 @@ def network(device: torch.device, host: str, complement: str, size: dict[str, An
 
 
 def block(device: torch.device, complement: str, rank: int, width: int) -> None:
-    """A block of Deep-ViT under autocast: a residual stream in float32 and the norms of it."""
+    """A step of Deep-ViT of one block under autocast: a residual stream in float32, the norms of it, and AdamW."""
     ffn = FFN(host="afbo", complement=complement, rank=rank, hidden=41)
     model = DeepViT(Model(width=width, heads=2, depth=1, readout=False, ffn=ffn), backend="triton", device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         y = model(torch.randn(3, 3, 32, 32, device=device))
     y.float().square().sum().backward()
+    optimizer = make_optimizer(model, Train(backend="triton"), device)
+    assert optimizer.norm().isfinite()
+    optimizer.step()
 
 
 def attention(device: torch.device, tokens: int, heads: int, size: int) -> None:

@@ -175,6 +175,8 @@ def _coefficients(
     r = tl.arange(0, BLOCK_R)
     wide = live[:, None] & (r < padded)[None, :]
     at = row[:, None] * padded + r[None, :]
+    if NORMALISE:  # the same as its transpose, but as tensor cores take it
+        g = tl.trans(_load_rows(gram, r, r < padded, gram_row, r, padded))
     if SPACE != NONE:
         main = _load_rows(given + first * given_row, row, live, given_row, r, padded).to(tl.float32)
     if SPACE == HIDDEN:
@@ -201,7 +203,6 @@ def _coefficients(
     else:
         q = tl.rsqrt(ss / rank + eps)[:, None] * s
     if NORMALISE:
-        g = tl.trans(_load_rows(gram, r, r < padded, gram_row, r, padded))  # the same, but as tensor cores take it
         gq = _dot(q.to(g.dtype), g, tl.zeros([BLOCK_T, BLOCK_R], tl.float32), PRECISION)
         e = tl.maximum(tl.sum(gq * q, 1), 0.0)
         if SAVE:
@@ -252,11 +253,13 @@ def _combination(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    # Programs side by side share rows, which lie side by side in memory too.
+    pieces: tl.constexpr = (width + BLOCK_D - 1) // BLOCK_D
+    first = (tl.program_id(0) // pieces).to(tl.int64) * BLOCK_T
     row = tl.arange(0, BLOCK_T)
     live = row < tokens - first
     r = tl.arange(0, BLOCK_R)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    d = tl.program_id(0) % pieces * BLOCK_D + tl.arange(0, BLOCK_D)
     z_r = _load_rows(z + first * z_row, row, live, z_row, r, padded)
     m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
     value = _dot(z_r, tl.trans(m_d), tl.zeros([BLOCK_T, BLOCK_D], tl.float32), PRECISION)
@@ -601,8 +604,8 @@ def combination(
     block_r = lanes(padded)
     block_t, block_d, warps = (64, 256, 8) if half else (32, 32, 4)
     if half and residual is not None:  # by measurement
-        block_d, warps = (128, 8) if block_r <= 64 else (64, 4)
-    _combination[(cdiv(tokens, block_t), cdiv(width, block_d))](
+        block_d, warps = 64, 4
+    _combination[(cdiv(tokens, block_t) * cdiv(width, block_d),)](
         host,
         z,
         stack,

@@ -4,8 +4,8 @@ A step takes the batch of the step counter, runs forward, loss and backward, cli
 update, and counts. Everything it needs to know per step is a tensor on the device, so the host sends no values and
 waits for none.
 
-A step whose loss or gradient norm is not finite changes nothing but the counters: `found_inf` makes the fused AdamW
-kernel return early and take its step count back, and the moving average keeps its old value.
+A step whose loss or gradient norm is not finite changes nothing but the counters: `found_inf` makes the AdamW kernel
+return early and not count, and the moving average keeps its old value.
 
 Clipping divides inside that kernel too (`grad_scale`, made for loss scaling): what `clip_grads_with_norm_` computes, to
 rounding, without a pass over all gradients. In float64 it is that function itself, since the divisor is float32.
@@ -140,7 +140,7 @@ class Step:
         """Clips and steps unless something is not finite."""
         train = self.config.train
         parameters = [p for p in self.parameters.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = self.optimizer.norm()
         schedule: dict[str, Any] = {"peak": train.lr, "warmup": self.warmup, "total": self.total}
         written = (self.lr, self.found_inf, self.divisor)
         self.settle(*written, self.step, loss, norm, clip=train.clip, **schedule)

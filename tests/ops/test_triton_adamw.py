@@ -1,0 +1,145 @@
+"""AdamW's kernels against PyTorch's in float64: odd sizes, addresses that are not aligned, steps that do not count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from oqc.ops import triton_adamw
+from oqc.ops.triton_adamw import CHUNK
+from oqc.train.optim import STATE, AdamW
+
+SHAPES = [(3,), (CHUNK,), (), (7, 150), (CHUNK + 1,), (33, 1, 3, 3), (1,)]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+OPTIONS = {"betas": (0.9, 0.999), "eps": 1e-8}
+
+
+def optimizer(parameters: list[Tensor], lr: Tensor, **options: Any) -> AdamW:
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    made = AdamW(groups, lr=lr, fused=True, **OPTIONS, **options)
+    for p in parameters:
+        zeros = (torch.zeros_like(p), torch.zeros_like(p), torch.zeros((), dtype=torch.float32, device=p.device))
+        made.state[p] = dict(zip(STATE, zeros, strict=True))
+    return made
+
+
+def drawn() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape).to(DEVICE)) for shape in SHAPES]
+
+
+def gradients(step: int) -> list[Tensor]:
+    """Views one after another in one buffer, so that most begin at odd addresses."""
+    torch.manual_seed(10 + step)
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    flat = (torch.randn(sum(sizes)) * torch.logspace(-4, 1, sum(sizes))).to(DEVICE)
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), SHAPES, strict=True)]
+
+
+def give(parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
+    for p, grad in zip(parameters, grads, strict=True):
+        p.grad = grad.to(p.dtype, copy=p.dtype != grad.dtype)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the launches, so that a test knows that kernels ran."""
+    made: list[str] = []
+    for name in ("squares", "update", "count_step"):
+        own = getattr(triton_adamw, name)
+
+        def noted(*args: Any, name: str = name, own: Any = own, **options: Any) -> Any:
+            made.append(name)
+            return own(*args, **options)
+
+        monkeypatch.setattr(triton_adamw, name, noted)
+    return made
+
+
+def test_ten_steps_equal_pytorchs_in_float64(launches: list[str]) -> None:
+    ours, exact = drawn(), [nn.Parameter(p.detach().double().cpu()) for p in drawn()]
+    lr, divisor = torch.tensor(1e-2, device=DEVICE), torch.tensor(3.0, device=DEVICE)
+    mine = optimizer(ours, lr, backend="triton")
+    mine.grad_scale = divisor  # type: ignore[attr-defined]
+    theirs = optimizer(exact, torch.tensor(1e-2, dtype=torch.float64), backend="torch")
+    for step in range(10):
+        grads = gradients(step)
+        give(ours, grads)
+        give(exact, [grad.double().cpu() / 3 for grad in grads])
+        norm = mine.norm().double().cpu()
+        torch.testing.assert_close(norm, 3 * theirs.norm(), rtol=3e-7, atol=0)
+        mine.step()
+        theirs.step()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(ours, grads, strict=True) if p.grad is not None)
+    assert launches == ["squares", "squares", "update", "update", "count_step"] * 10
+    for p, q in zip(ours, exact, strict=True):
+        torch.testing.assert_close(p.double().cpu(), q, rtol=1e-6, atol=1e-6)
+        for name, tolerance in zip(STATE, (2e-6, 2e-6, 0), strict=True):
+            own, right = mine.state[p][name].double().cpu(), theirs.state[q][name].double()
+            torch.testing.assert_close(own, right, rtol=tolerance, atol=1e-7 * float(right.abs().max()))
+
+
+def test_a_step_that_is_not_finite_changes_nothing(launches: list[str]) -> None:
+    parameters = drawn()
+    mine = optimizer(parameters, torch.tensor(1e-2, device=DEVICE), backend="triton")
+    found_inf = torch.tensor(0.0, device=DEVICE)
+    mine.found_inf = found_inf  # type: ignore[attr-defined]
+    give(parameters, gradients(0))
+    mine.step()
+    tensors = [t for p in parameters for t in (p, *mine.state[p].values())]
+    before = [t.detach().clone() for t in tensors]
+    found_inf.fill_(1.0)
+    give(parameters, [torch.full_like(p, torch.nan) for p in parameters])
+    assert mine.norm().isnan()
+    mine.step()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    assert "update" in launches
+    found_inf.fill_(0.0)
+    give(parameters, gradients(1))
+    mine.step()
+    assert not any(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_a_parameter_without_a_gradient_is_left_alone(launches: list[str]) -> None:
+    parameters = drawn()
+    mine = optimizer(parameters, torch.tensor(1e-2, device=DEVICE), backend="triton")
+    for step, missing in enumerate((2, 3, None)):
+        before = [p.detach().clone() for p in parameters]
+        give(parameters, gradients(step))
+        if missing is not None:
+            parameters[missing].grad = None
+        mine.step()
+        kept = [i for i, (p, old) in enumerate(zip(parameters, before, strict=True)) if torch.equal(p, old)]
+        assert kept == ([] if missing is None else [missing])
+    assert [int(mine.state[p]["step"]) for p in parameters] == [3, 3, 2, 2, 3, 3, 3]
+    assert launches.count("update") == 6
+
+
+def test_items_next_to_a_tensor_are_never_written() -> None:
+    buffer = torch.full((CHUNK + 40,), 7.0, device=DEVICE)
+    p = nn.Parameter(buffer[20 : 20 + CHUNK + 3])
+    mine = optimizer([p], torch.tensor(1e-2, device=DEVICE), backend="triton")
+    p.grad = torch.ones_like(p)
+    mine.step()
+    assert (buffer[:20] == 7).all()
+    assert (buffer[20 + CHUNK + 3 :] == 7).all()
+    assert (p != 7).all()
+
+
+@pytest.mark.parametrize("reason", ["backend", "dtype", "strides"])
+def test_what_the_kernels_do_not_fit_goes_to_pytorch(launches: list[str], reason: str) -> None:
+    dtype = torch.float64 if reason == "dtype" else torch.float32
+    start = torch.ones(4, 6, dtype=dtype, device=DEVICE)
+    p = nn.Parameter(start.t() if reason == "strides" else start)
+    mine = optimizer([p], torch.tensor(1e-2, device=DEVICE), backend="torch" if reason == "backend" else "triton")
+    p.grad = torch.ones_like(p)
+    torch.testing.assert_close(mine.norm(), p.grad.norm())
+    mine.step()
+    assert launches == []
+    assert (p < 1).all()
