@@ -18,7 +18,7 @@ ALLOWED = {
     "nn": {"config", "ops"},
     "models": {"config", "seeding", "nn", "ops"},
     "data": {"config", "seeding"},
-    "train": {"config", "seeding", "data"},
+    "train": {"config", "seeding", "data", "ops"},
     "integrations": {"config", "seeding", "models", "nn", "ops"},
     "analysis": {"config", "data", "models", "nn", "ops", "train"},
     "report": {"config"},

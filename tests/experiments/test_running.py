@@ -15,7 +15,7 @@ from oqc.experiments.job import Job
 from oqc.experiments.running import train_jobs
 from oqc.experiments.suites import run_of
 from oqc.models import counting
-from oqc.report.records import FIELDS
+from oqc.report.records import FIELDS, rows, speed_of
 from oqc.train.step import room_for_compiled_models
 from oqc.train.stopping import StopRequest
 
@@ -36,8 +36,8 @@ def without_times(record):
     return "diverged" if isinstance(record, str) else {k: v for k, v in record.items() if k not in TIMES}
 
 
-def in_turn(jobs):
-    return dict(running._in_turn(iter(jobs), jobs, CPU, StopRequest(), lambda job: running.Silent()))
+def in_turn(jobs, *, shared=False):
+    return dict(running._in_turn(iter(jobs), jobs, CPU, StopRequest(), lambda job: running.Silent(), shared))
 
 
 @pytest.fixture
@@ -95,6 +95,18 @@ def test_side_by_side_where_that_is_faster(in_processes, alone, monkeypatch):
     for one, record in found.items():
         expected = without_times(in_processes[one.preset])
         assert without_times(record) == {k: v for k, v in expected.items() if k != "at_once"}
+
+
+def test_beside_other_work_nothing_is_measured(alone, monkeypatch):
+    monkeypatch.setattr(running, "replay_rate", lambda *args: pytest.fail("measured a shared device"))
+    monkeypatch.setattr("oqc.experiments.job.replay_rate", running.replay_rate)
+    (record,) = in_turn(JOBS[1:2], shared=True).values()
+    assert "images_per_s_alone" not in record
+    ((_, record),) = train_jobs(JOBS[1:2], CPU, StopRequest(), workers=1, shared=True)
+    assert record["shared_device"] is True
+    assert speed_of(record) is None
+    (row,) = rows([record])
+    assert (row["images_per_s"], row["seconds"]) == (None, None)
 
 
 def test_a_group_in_which_one_diverges_keeps_the_others(in_processes, alone, monkeypatch):

@@ -31,6 +31,9 @@ def reproduce(
     epochs: Annotated[int | None, typer.Option(min=1, help="Other epochs than the protocol's.")] = None,
     results: Annotated[Path | None, typer.Option(help="Folder of runs.jsonl. Default: results/<data>.")] = None,
     device: Device = None,
+    shared_device: Annotated[
+        bool, typer.Option("--shared-device", help="Other work uses the device too: record no speeds.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a suite of the paper: what its results file lacks. Stop it at any time; the same command goes on."""
@@ -49,6 +52,7 @@ def reproduce(
             minutes=minutes,
             device=device,
             watch=shown,
+            shared=shared_device,
         )
     path = folder / suites.RESULTS
     if as_json:

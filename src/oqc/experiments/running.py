@@ -38,8 +38,10 @@ def train_jobs(
     may_start: Callable[[Job], bool] = lambda job: True,
     workers: int | None = None,
     watch: Callable[[Job], Progress] = lambda job: Silent(),
+    shared: bool = False,
 ) -> Generator[Outcome, None, None]:
     """Trains the jobs and gives each back as it ends. Asks before each whether it `may_start`; a no ends it all.
+    `shared`: other work uses the device, so nothing is measured, and the records say so.
 
     A signal ends it too, without the runs under way: on a GPU with `Stopped`.
     """
@@ -50,9 +52,10 @@ def train_jobs(
         place["threads"] = 1
         outcomes = _in_processes(jobs, workers or os.cpu_count() or 1, stop)
     else:
-        outcomes = _in_turn(jobs, todo, device, stop, watch)
+        outcomes = _in_turn(jobs, todo, device, stop, watch, shared)
     for job, found in outcomes:
-        yield job, found if isinstance(found, str) else found | {"environment": place}
+        told = {"environment": place} | ({"shared_device": True} if shared else {})
+        yield job, found if isinstance(found, str) else found | told
 
 
 # On a GPU: everything in this process, so that data and libraries are loaded and kernels are compiled once.
@@ -64,17 +67,18 @@ def _in_turn(
     device: torch.device,
     stop: StopRequest,
     watch: Callable[[Job], Progress],
+    shared: bool,
 ) -> Iterator[Outcome]:
     def build(job: Job) -> Built:
         return Built(job, device, watch(job))
 
     with room_for_compiled_models(), _compiling_ahead(todo, device) as compiling:
         group = [build(job) for job in itertools.islice(jobs, 1)]
-        at_once = _faster_together(group[0], len(todo)) if group else 1
+        at_once = _faster_together(group[0], len(todo)) if group and not shared else 1
         while group:
             group += [build(job) for job in itertools.islice(jobs, at_once - len(group))]
             for one in group:
-                if not compiling():  # which would share the device
+                if not shared and not compiling():  # which would share the device
                     one.measure_alone()
             if stop.signal is not None:  # came while these were built
                 return

@@ -130,11 +130,12 @@ def reproduce(
     device: str | None = None,
     workers: int | None = None,
     watch: Watch | None = None,
+    shared: bool = False,
 ) -> Result:
     """Runs what `results`/runs.jsonl lacks of a suite, and returns what there is then.
 
     With `minutes` no run is started that would not end in time. SIGINT and SIGTERM drop the runs under way. A run that
-    diverges is passed over.
+    diverges is passed over. `shared`: other work uses the device, so that no speed is recorded.
     """
     began, watch, own = time.monotonic(), watch or Unwatched(), find_device(device)
     jobs = plan(suite, seeds, data, epochs)
@@ -158,7 +159,7 @@ def reproduce(
             return fits and stop.signal is None
 
         watch.begin(len(jobs) - len(todo), len(jobs), clock.left(todo))
-        outcomes = train_jobs(todo, own, stop, may_start=may_start, workers=workers, watch=watch.run)
+        outcomes = train_jobs(todo, own, stop, may_start=may_start, workers=workers, watch=watch.run, shared=shared)
         with contextlib.closing(outcomes):  # whatever happens here, no run goes on behind it
             try:
                 for job, found in outcomes if todo else ():

@@ -106,8 +106,14 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def speed_of(record: Record) -> float | None:
     """The model's own training throughput: as measured alone, else the run's where it had the device to itself."""
+    if record.get("shared_device"):
+        return None
     alone: float | None = record.get("images_per_s_alone")
     return record["images_per_s"] if alone is None and record.get("at_once", 1) == 1 else alone
+
+
+def _timed(record: Record) -> bool:
+    return "seconds" in record and not record.get("shared_device")
 
 
 def _row(preset: str, group: Sequence[Record]) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def _row(preset: str, group: Sequence[Record]) -> dict[str, Any]:
         return None if None in values else statistics.fmean(values)
 
     speeds = [speed for speed in map(speed_of, group) if speed is not None]
-    seconds = [record["seconds"] / record.get("at_once", 1) for record in group if "seconds" in record]
+    seconds = [record["seconds"] / record.get("at_once", 1) for record in group if _timed(record)]
     return {
         "preset": preset,
         "seeds": len(group),
