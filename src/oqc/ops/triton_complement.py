@@ -554,6 +554,8 @@ def coefficients(
     if space == "rank" and t is None:
         given = own = b @ stack[-2 * padded : -padded, :hidden].T
     saved = Saved.of(b, padded, space, normalise, save, own)
+    # Two programs a multiprocessor: left alone, the compiler takes 138 registers, and there is room for one.
+    limit = {"maxnreg": 128} if half and block_r > 64 else {}
     _coefficients[(cdiv(tokens, block_t),)](
         b,
         u,
@@ -589,6 +591,7 @@ def coefficients(
         BLOCK_K=256 if half else 64,
         num_warps=8 if half else 4,
         num_stages=1,  # by measurement
+        **limit,
     )
     return saved
 
