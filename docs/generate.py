@@ -118,8 +118,12 @@ def with_receipts(presets: str, records: Sequence[Record]) -> str:
         if row is None:
             return f"{match['head']}Ours: {NOT_RUN}."
         own = [record for record in records if record["preset"] == match["name"]]
-        time = "" if row["seconds"] is None else f", {row['seconds']:.0f} s a run on {machine(own)}"
-        return f"{match['head']}Ours: {spread(row['mean'], row['std'])} over {plural(row['seeds'], 'seed')}{time}."
+        found = f"{spread(row['mean'], row['std'])} over {plural(row['seeds'], 'seed')}"
+        if row["seconds"] is not None:
+            found += f", {row['seconds']:.0f} s a run on {machine(own)}"
+        elif any(record.get("shared_device") for record in own):
+            found += f", beside other work on {machine(own)}"
+        return f"{match['head']}Ours: {found}."
 
     return re.sub(
         r'(?P<head>def (?P<name>\w+)\(\) -> Run:\n    """(?:(?!""").)*?)Ours: [^\n"]*', receipt, presets, flags=re.S

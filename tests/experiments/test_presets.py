@@ -13,7 +13,7 @@ from oqc.models import counting
 
 RECEIPT = re.compile(
     r"(?P<title>.+): (?P<size>\d\.\d\d) M parameters\. `(?P<command>oqc [^`]+)`\. (?P<paper>Paper[^\n]+)\.\n\n"
-    r"Ours: (not run yet|\d\d\.\d\d( ± \d\.\d\d)? over \d+ seeds?, \d+ s a run on .+)\."
+    r"Ours: (not run yet|\d\d\.\d\d( ± \d\.\d\d)? over \d+ seeds?, (\d+ s a run|beside other work) on .+)\."
 )
 SIZES = {"6_97m": "full_r64", "7_19m": "lowrank_r56", "7_59m": "static_r83"}
 

@@ -30,7 +30,7 @@ def runs(monkeypatch):
     """The jobs that were run, none of them really."""
     ran = []
 
-    def train_jobs(todo, device, stop, *, may_start, workers, watch):
+    def train_jobs(todo, device, stop, *, may_start, workers, watch, shared):
         for job in itertools.takewhile(may_start, todo):
             ran.append((job.preset, job.seed))
             yield job, made_up(job)
@@ -68,7 +68,7 @@ def test_a_line_cut_short_by_a_kill_is_run_again(runs, tmp_path):
 def test_no_run_is_started_that_would_not_end_in_time(runs, tmp_path, monkeypatch):
     now = 0.0
 
-    def train_jobs(todo, device, stop, *, may_start, workers, watch):
+    def train_jobs(todo, device, stop, *, may_start, workers, watch, shared):
         nonlocal now
         for job in itertools.takewhile(may_start, todo):
             now += 25
@@ -196,3 +196,10 @@ def test_the_time_left_is_told(runs, tmp_path):
     reproduce("vit-tiny", tmp_path, seeds=2, watch=Listening(), **TINY)
     assert told[3] == (2, 4, 2.0)  # two runs of a second each, by the file
     json.dumps(told)
+
+
+def test_runs_beside_other_work_do_not_tell_how_long_one_takes(tmp_path):
+    jobs = suites.plan("vit-tiny", 2, **{"data": TINY["data"], "epochs": TINY["epochs"]})
+    slow, fast = made_up(jobs[0], 500.0) | {"shared_device": True}, made_up(jobs[1], 2.0)
+    assert suites._Clock([slow, fast]).expected(jobs[0]) == 2.0
+    assert suites._Clock([slow]).expected(jobs[0]) == 500.0  # better than nothing

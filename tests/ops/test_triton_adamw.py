@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -70,13 +71,14 @@ def test_ten_steps_equal_pytorchs_in_float64(launches: list[str]) -> None:
     theirs = optimizer(exact, torch.tensor(1e-2, dtype=torch.float64), backend="torch")
     for step in range(10):
         grads = gradients(step)
+        given = [grad.clone() for grad in grads]
         give(ours, grads)
         give(exact, [grad.double().cpu() / 3 for grad in grads])
         norm = mine.norm().double().cpu()
         torch.testing.assert_close(norm, 3 * theirs.norm(), rtol=3e-7, atol=0)
         mine.step()
         theirs.step()
-        assert all(torch.equal(p.grad, grad) for p, grad in zip(ours, grads, strict=True) if p.grad is not None)
+        assert all(torch.equal(a, b) for a, b in zip(grads, given, strict=True))
     assert launches == ["squares", "squares", "update", "update", "count_step"] * 10
     for p, q in zip(ours, exact, strict=True):
         torch.testing.assert_close(p.double().cpu(), q, rtol=1e-6, atol=1e-6)
@@ -121,7 +123,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(launches: list[str]) -> No
     assert launches.count("update") == 6
 
 
-def test_items_next_to_a_tensor_are_never_written() -> None:
+def test_items_next_to_a_tensor_are_never_written(launches: list[str]) -> None:
     buffer = torch.full((CHUNK + 40,), 7.0, device=DEVICE)
     p = nn.Parameter(buffer[20 : 20 + CHUNK + 3])
     mine = optimizer([p], torch.tensor(1e-2, device=DEVICE), backend="triton")
@@ -130,16 +132,91 @@ def test_items_next_to_a_tensor_are_never_written() -> None:
     assert (buffer[:20] == 7).all()
     assert (buffer[20 + CHUNK + 3 :] == 7).all()
     assert (p != 7).all()
+    assert launches == ["update", "update", "count_step"]
 
 
-@pytest.mark.parametrize("reason", ["backend", "dtype", "strides"])
+@pytest.mark.parametrize("betas", [(0.0, 0.99), (0.9, 0.0), (0.0, 0.0)])
+def test_betas_of_zero(launches: list[str], betas: tuple[float, float]) -> None:
+    ours, theirs = drawn(), drawn()
+    lr = torch.tensor(1e-2, device=DEVICE)
+    made = [optimizer(some, lr, backend=name) for some, name in ((ours, "triton"), (theirs, "torch"))]
+    for one, some in zip(made, (ours, theirs), strict=True):
+        for group in one.param_groups:
+            group["betas"] = betas
+        for step in range(3):
+            give(some, gradients(step))
+            one.step()
+    assert launches.count("update") == 6
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_whose_square_overflows_leaves_no_nan(launches: list[str]) -> None:
+    p = nn.Parameter(torch.ones(3, device=DEVICE))
+    mine = optimizer([p], torch.tensor(1e-2, device=DEVICE), backend="triton")
+    for value in (3e19, 1.0):
+        p.grad = torch.full_like(p, value)
+        mine.step()
+    assert p.isfinite().all()  # v is infinite, as PyTorch's would be
+    assert launches.count("update") == 4
+
+
+def test_copies_and_loaded_states_step_on(launches: list[str]) -> None:
+    parameters = drawn()
+    mine = optimizer(parameters, torch.tensor(1e-2, device=DEVICE), backend="triton")
+    give(parameters, gradients(0))
+    mine.step()
+    twin_parameters, twin = copy.deepcopy((parameters, mine))
+    again = optimizer([nn.Parameter(p.detach().clone()) for p in parameters], mine.param_groups[0]["lr"])
+    again.backend = "triton"
+    again.load_state_dict(copy.deepcopy(mine.state_dict()))
+    for group in again.param_groups:
+        group["lr"] = torch.tensor(1e-2, device=DEVICE)
+    others = [p for group in again.param_groups for p in group["params"]]
+    own = [p for group in mine.param_groups for p in group["params"]]
+    grads = {id(p): grad for p, grad in zip(parameters, gradients(1), strict=True)}
+    for p, other in zip(own, others, strict=True):
+        p.grad, other.grad = grads[id(p)], grads[id(p)].clone()
+    give(twin_parameters, gradients(1))
+    launches.clear()
+    for one in (mine, twin, again):
+        one.step()
+    assert launches.count("count_step") == 3
+    assert all(torch.equal(p, q) for p, q in zip(parameters, twin_parameters, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(own, others, strict=True))
+
+
+def test_a_group_that_comes_later_is_stepped(launches: list[str]) -> None:
+    parameters = drawn()
+    mine = optimizer(parameters, torch.tensor(1e-2, device=DEVICE), backend="triton")
+    give(parameters, gradients(0))
+    mine.norm()
+    late = nn.Parameter(torch.ones(5, device=DEVICE))
+    mine.add_param_group({"params": [late]})
+    mine.step()  # it has no gradient yet
+    assert launches.count("update") == 3
+    late.grad = torch.ones_like(late)
+    give(parameters, gradients(1))
+    mine.step()  # nor a state: PyTorch makes one
+    assert launches.count("update") == 3
+    mine.step()
+    assert launches.count("update") == 6
+    assert [int(mine.state[p]["step"]) for p in (parameters[0], late)] == [3, 2]
+
+
+@pytest.mark.parametrize("reason", ["backend", "dtype", "strides", "amsgrad", "maximize", "float lr"])
 def test_what_the_kernels_do_not_fit_goes_to_pytorch(launches: list[str], reason: str) -> None:
     dtype = torch.float64 if reason == "dtype" else torch.float32
     start = torch.ones(4, 6, dtype=dtype, device=DEVICE)
     p = nn.Parameter(start.t() if reason == "strides" else start)
     mine = optimizer([p], torch.tensor(1e-2, device=DEVICE), backend="torch" if reason == "backend" else "triton")
+    for group in mine.param_groups:
+        group |= {"amsgrad": reason == "amsgrad", "maximize": reason == "maximize"}
+        group["lr"] = 1e-2 if reason == "float lr" else group["lr"]
+    mine.state[p]["max_exp_avg_sq"] = torch.zeros_like(p)
     p.grad = torch.ones_like(p)
     torch.testing.assert_close(mine.norm(), p.grad.norm())
     mine.step()
     assert launches == []
-    assert (p < 1).all()
+    assert ((p > 1) if reason == "maximize" else (p < 1)).all()
+    assert bool(mine.state[p]["max_exp_avg_sq"].any()) is (reason == "amsgrad")

@@ -50,6 +50,9 @@ def test_receipts():
         "Ours: 2.00 over 2 seeds.", "Ours: not run yet."
     )
     assert generate.with_receipts(SOURCE, records) == want
+    records[1]["shared_device"] = True
+    want = want.replace("± 0.35 over 2 seeds.", "± 0.35 over 2 seeds, beside other work on one NVIDIA H200.")
+    assert generate.with_receipts(SOURCE, records) == want
 
 
 @pytest.fixture

@@ -32,7 +32,8 @@ def reproduce(
     results: Annotated[Path | None, typer.Option(help="Folder of runs.jsonl. Default: results/<data>.")] = None,
     device: Device = None,
     shared_device: Annotated[
-        bool, typer.Option("--shared-device", help="Other work uses the device too: record no speeds.")
+        bool,
+        typer.Option("--shared-device", help="Other work uses the device too: leave the runs' speeds out of tables."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

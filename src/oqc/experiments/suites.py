@@ -135,7 +135,7 @@ def reproduce(
     """Runs what `results`/runs.jsonl lacks of a suite, and returns what there is then.
 
     With `minutes` no run is started that would not end in time. SIGINT and SIGTERM drop the runs under way. A run that
-    diverges is passed over. `shared`: other work uses the device, so that no speed is recorded.
+    diverges is passed over. `shared`: other work uses the device, and the records say so.
     """
     began, watch, own = time.monotonic(), watch or Unwatched(), find_device(device)
     jobs = plan(suite, seeds, data, epochs)
@@ -233,7 +233,9 @@ class _Clock:
     """How long runs take: by those of this process, and until there is one by those in the results file."""
 
     def __init__(self, earlier: Sequence[Record]) -> None:
-        self.earlier, self.own = [r for r in earlier if "seconds" in r], list[Record]()
+        timed = [r for r in earlier if "seconds" in r]
+        self.earlier = [r for r in timed if not r.get("shared_device")] or timed
+        self.own = list[Record]()
         self.began = time.monotonic()
 
     def add(self, record: Record) -> None:

@@ -46,8 +46,9 @@ def _adamw_squares(addresses, pieces, partial, count: tl.constexpr, CHUNK: tl.co
 
 @triton.jit
 def _adamw_update(
-    addresses, pieces, lr, divisor, found_inf, decay, eps, rest1, rest2, LOG1: tl.constexpr, LOG2: tl.constexpr,
-    DIVIDE: tl.constexpr, CHECK: tl.constexpr, count: tl.constexpr, CHUNK: tl.constexpr,
+    addresses, pieces, lr, divisor, found_inf, decay, eps, beta1, rest1, beta2, rest2,
+    LOG1: tl.constexpr, LOG2: tl.constexpr, DIVIDE: tl.constexpr, CHECK: tl.constexpr,
+    count: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     wrong = 0.0
     if CHECK:
@@ -66,8 +67,8 @@ def _adamw_update(
         rate = tl.load(lr)
         if DIVIDE:
             g = g / tl.load(divisor)
-        m += rest1 * (g - m)
-        v += rest2 * (g * g - v)
+        m = beta1 * m + rest1 * g
+        v = beta2 * v + rest2 * g * g
         p -= rate * decay * p
         p -= rate / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
         tl.store(p_at, p, mask=live)
@@ -116,9 +117,10 @@ def update(
     """One step of the tensors that the pieces name; t stays as it is."""
     if len(pieces):
         scalars = (lr, lr if divisor is None else divisor, lr if found_inf is None else found_inf)
-        numbers = (decay, eps, 1 - betas[0], 1 - betas[1], math.log(betas[0]), math.log(betas[1]))
+        numbers = (decay, eps, betas[0], 1 - betas[0], betas[1], 1 - betas[1])
+        logs = (math.log(max(beta, 1e-300)) for beta in betas)
         given = (divisor is not None, found_inf is not None, addresses.shape[1], CHUNK)
-        _adamw_update[(len(pieces),)](addresses, pieces, *scalars, *numbers, *given)
+        _adamw_update[(len(pieces),)](addresses, pieces, *scalars, *numbers, *logs, *given)
 
 
 def count_step(addresses: Tensor, found_inf: Tensor | None) -> None:

@@ -554,8 +554,9 @@ def coefficients(
     if space == "rank" and t is None:
         given = own = b @ stack[-2 * padded : -padded, :hidden].T
     saved = Saved.of(b, padded, space, normalise, save, own)
-    # Two programs a multiprocessor: left alone, the compiler takes 138 registers, and there is room for one.
-    limit = {"maxnreg": 128} if half and block_r > 64 else {}
+    # Two programs a multiprocessor: left alone, the compiler takes 138 registers, and there is room for one. Full OQC
+    # and G in fp32 take more, and would spill.
+    tight = block_r == 128 and space == "rank" and gram.dtype == torch.bfloat16
     _coefficients[(cdiv(tokens, block_t),)](
         b,
         u,
@@ -591,7 +592,7 @@ def coefficients(
         BLOCK_K=256 if half else 64,
         num_warps=8 if half else 4,
         num_stages=1,  # by measurement
-        **limit,
+        **({"maxnreg": 128} if tight else {}),
     )
     return saved
 

@@ -3,7 +3,8 @@
 A record has `preset`, `seed`, `best`, `final` (test accuracy in percent), `parameters`, `images_per_s`, `per_epoch`
 (a list of test accuracies with their epoch), `mechanism` (the metrics of docs/metrics.md), `config` and `environment`;
 runs of a suite also have `seconds` (training and evaluation), `at_once`, how many runs shared the device, and on a GPU
-`images_per_s_alone`, of bare steps before the run, where nothing else used the device.
+`images_per_s_alone`, of bare steps before the run, where nothing else used the device. `shared_device` says that other
+work used it meanwhile: the run's speed and seconds then stand in no table.
 """
 
 from __future__ import annotations

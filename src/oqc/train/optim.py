@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from oqc.config import Train
 from oqc.ops.operators import on_device_of, wanted
 
 STATE = ("exp_avg", "exp_avg_sq", "step")  # of a parameter
+ROLES = range(2 + len(STATE))  # rows of the table: parameters, gradients, then those
 
 
 def learning_rate(step: Tensor, *, peak: float, warmup: int, total: int) -> Tensor:
@@ -63,94 +64,120 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 class AdamW(torch.optim.AdamW):
     """PyTorch's fused AdamW, in one launch a group where Triton's kernels are wanted and fit (`ops.triton_adamw`).
 
-    Reads `grad_scale` and `found_inf` as PyTorch's does, but leaves the gradients as they are. The kernels find the
-    tensors by a table of addresses. A captured graph writes its own into that, from memory that is kept for it here.
+    Reads `grad_scale` and `found_inf` as PyTorch's does, but leaves the gradients as they are.
     """
 
     def __init__(self, *args: Any, backend: str = "auto", **options: Any) -> None:
         super().__init__(*args, **options)
         self.backend = backend
-        self._shapes: list[list[int]] = []  # how large what the table is for is, by group
-        self._table = torch.empty(0)  # on the device, a row a role
-        self._pieces: list[Tensor] = []  # on the device: which program works on what, by group
-        self._pinned = torch.empty(0)  # for the next capture
-        self._captured: list[Tensor] = []  # what graphs read
-        self._written: list[list[int]] | None = None  # what the table holds, between `norm` and the `step` after it
+        self._tables: dict[Any, _Table] = {}  # by device and sizes; never dropped, since a graph may read one
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"backend": self.backend}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._tables = {}
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Of all gradients together."""
-        if not self._point():
-            return nn.utils.get_total_norm([item[1] for group in self._tensors() for item in group])
+        table = self._point()
+        if table is None:
+            found = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            return nn.utils.get_total_norm(found)
         from oqc.ops import triton_adamw
 
-        with on_device_of(self._table):
-            parts = [triton_adamw.squares(self._table, pieces) for pieces in self._pieces]
+        with on_device_of(table.addresses):
+            parts = [triton_adamw.squares(table.addresses, pieces) for pieces in table.pieces]
             return torch.cat(parts).sum().sqrt()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        pointed, self._written = closure is None and self._point(), None
-        if not pointed:
+        table = self._point() if closure is None else None
+        if table is None:
             return super().step(closure)
         from oqc.ops import triton_adamw
 
         given: dict[str, Any] = {"divisor": getattr(self, "grad_scale", None)}
         given["found_inf"] = getattr(self, "found_inf", None)
-        with on_device_of(self._table):
-            for group, pieces in zip(self.param_groups, self._pieces, strict=True):
+        with on_device_of(table.addresses):
+            for group, pieces in zip(self.param_groups, table.pieces, strict=True):
                 own = {"lr": group["lr"], "betas": group["betas"], "eps": group["eps"]}
-                triton_adamw.update(self._table, pieces, **own, decay=group["weight_decay"], **given)
-            triton_adamw.count_step(self._table, given["found_inf"])
+                triton_adamw.update(table.addresses, pieces, **own, decay=group["weight_decay"], **given)
+            triton_adamw.count_step(table.addresses, given["found_inf"])
+        table.held = None
         return None
 
-    def _tensors(self) -> list[list[tuple[Tensor, ...]]]:
-        """By group, of each parameter with a gradient, what the table has rows for."""
-        return [
-            [(p, p.grad, *(self.state[p][name] for name in STATE)) for p in group["params"] if p.grad is not None]
-            for group in self.param_groups
-        ]
-
-    def _point(self) -> bool:
-        """Writes the table. False where PyTorch's own kernels are to run."""
-        groups = self._tensors()
-        every = [item for group in groups for item in group]
-        if not every or not all(self._fits(tensor) for item in every for tensor in item):
-            return False
-        device, shapes = every[0][0].device, [[item[0].numel() for item in group] for group in groups]
+    def _point(self) -> _Table | None:
+        """The table with the addresses of now. None where PyTorch's own kernels are to run."""
+        groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        every = [p for group in groups for p in group]
+        if not every or any(name not in self.state.get(p, {}) for p in every for name in STATE):
+            return None
+        device = every[0].device
+        tensors = [(p, p.grad, *(self.state[p][name] for name in STATE)) for p in every]
+        if not all(_is_usual(group, device) for group in self.param_groups):
+            return None
+        if not all(_is_flat(t, device) and wanted(self.backend, t) for row in tensors for t in row):
+            return None
+        sizes = tuple(tuple(p.numel() for p in group) for group in groups)
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if shapes != self._shapes:
-            if capturing:  # what a graph reads must have come before it
-                return False
-            self._make_room(shapes, device)
-        addresses = [[item[role].data_ptr() for item in every] for role in range(len(every[0]))]
-        if addresses == self._written:
-            return True
-        values = torch.tensor(addresses)
-        if capturing:
-            if not self._pinned.numel():
-                return False
-            values, self._pinned = self._pinned.copy_(values), self._pinned.new_empty(0)
-            self._captured.append(values)
-        elif device.type == "cuda" and not self._pinned.numel():
-            self._pinned = torch.empty_like(values, pin_memory=True)
-        self._table.copy_(values, non_blocking=True)
-        self._written = addresses
-        return True
+        table = self._tables.get((device, sizes))
+        if table is None and not capturing:  # what a graph reads must have come before it
+            table = self._tables[device, sizes] = _Table(sizes, device)
+        written = table is not None and table.write([[row[i].data_ptr() for row in tensors] for i in ROLES], capturing)
+        return table if written else None
 
-    def _make_room(self, shapes: list[list[int]], device: torch.device) -> None:
+
+class _Table:
+    """Where the kernels find tensors of some sizes, and which program works on what.
+
+    A captured graph writes its own addresses into the table, from pinned memory that is kept for it.
+    """
+
+    def __init__(self, sizes: Sequence[Sequence[int]], device: torch.device) -> None:
         from oqc.ops import triton_adamw
 
-        count = sum(map(len, shapes))
-        self._shapes, self._pinned = shapes, torch.empty(0)
-        self._table = torch.zeros(2 + len(STATE), count, dtype=torch.int64, device=device)
-        first = itertools.accumulate(map(len, shapes), initial=0)
-        pieces = [triton_adamw.pieces(sizes, start) for sizes, start in zip(shapes, first, strict=False)]
-        self._pieces = [torch.tensor(one, dtype=torch.int64, device=device).view(-1, 3) for one in pieces]
+        self.addresses = torch.zeros(len(ROLES), sum(map(len, sizes)), dtype=torch.int64, device=device)
+        first = itertools.accumulate(map(len, sizes), initial=0)
+        pieces = [triton_adamw.pieces(group, start) for group, start in zip(sizes, first, strict=False)]
+        self.pieces = [torch.tensor(one, dtype=torch.int64, device=device).view(-1, 3) for one in pieces]
+        self.held: list[list[int]] | None = None  # what the capture under way has written
+        self.pinned: list[Tensor] = []  # the last one is for the next capture, graphs read the others
+        self.spare = False
 
-    def _fits(self, x: Tensor) -> bool:
-        plain = type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.is_contiguous()
-        return plain and wanted(self.backend, x)
+    def write(self, addresses: list[list[int]], capturing: bool) -> bool:
+        """Whether the table has these now: not in a capture for which no memory was put aside."""
+        values = torch.tensor(addresses)
+        if not capturing:
+            self.held = None
+            if self.addresses.is_cuda and not self.spare:
+                self.pinned.append(torch.empty_like(values, pin_memory=True))
+                self.spare = True
+        elif addresses == self.held:
+            return True
+        elif not self.spare:
+            return False
+        else:
+            self.held, self.spare = addresses, False
+            values = self.pinned[-1].copy_(values)
+        self.addresses.copy_(values, non_blocking=True)
+        return True
+
+
+def _is_usual(group: dict[str, Any], device: torch.device) -> bool:
+    """Whether a group asks for nothing that the kernels do not have."""
+    lr = group["lr"]
+    plain = isinstance(lr, Tensor) and lr.device == device and lr.dtype == torch.float32
+    numbers = (*group["betas"], group["eps"], group["weight_decay"])
+    unusual = group["amsgrad"] or group["maximize"] or group["differentiable"]
+    return plain and not unusual and all(isinstance(one, (int, float)) for one in numbers)
+
+
+def _is_flat(x: Tensor, device: torch.device) -> bool:
+    plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
+    return plain and x.device == device and x.dtype == torch.float32 and x.is_contiguous()
 
 
 def make_optimizer(model: nn.Module, config: Train, device: torch.device) -> AdamW:
