@@ -119,28 +119,24 @@ def _network(
 ) -> Tensor:
     dtype = compute_dtype(x)
     rank = 0 if lift is None else lift.shape[1]
-    maps: list[Tensor] = [item for item, _ in host_maps]
-    biases: list[Tensor | None] = [item for _, item in host_maps]
+    pieces = list(host_maps)  # of weight_in and bias_in
     spare = -weight.shape[1] % 8 if lift is None else 0
     if spare:  # channels of zeros, which change nothing and align every row; a complement would count them in its norms
-        maps, biases = [_pad_rows(item, spare) for item in maps], [_pad(item, spare) for item in biases]
+        pieces = [piece for one in pieces for piece in (one, *_zeros(one[0], spare))]
         taps = [None if item is None else F.pad(item, (0, 0) * (item.dim() - 1) + (0, spare)) for item in taps]
         weight = F.pad(weight, (0, spare))
     extra = gate_columns(rank, u is None) if isinstance(gate, tuple) else 0
     if u is not None and v is not None:
-        maps += [_pad_rows(u, -rank % 8), _pad_rows(v, -rank % 8 - (1 if extra == 1 else 0))]
-        biases += [None, None]
+        pieces += [(u, None), *_zeros(u, -rank % 8), (v, None), *_zeros(v, -rank % 8 - (1 if extra == 1 else 0))]
     value = None if beta is None else beta.float()
     if isinstance(gate, tuple):
-        maps.append(_pad_rows(gate[0], extra - 1))
-        biases.append(None if gate[1] is None else F.pad(gate[1], (0, extra - 1)))
+        pieces += [gate, *_zeros(gate[0], extra - 1)]
     elif gate is not None:
         value = gate.float()
     bias_in = None
-    if any(item is not None for item in biases):
-        pairs = zip(maps, biases, strict=True)
-        bias_in = torch.cat([m.new_zeros(m.shape[0]) if item is None else item for m, item in pairs])
-    weight_in = torch.cat(maps).to(dtype)
+    if any(bias is not None for _, bias in pieces):
+        bias_in = torch.cat([m.new_zeros(m.shape[0]) if bias is None else bias for m, bias in pieces])
+    weight_in = torch.cat([item for item, _ in pieces]).to(dtype)
     with full_precision(x):
         if lift is None:
             stack, exact = weight.to(dtype), None
@@ -203,12 +199,9 @@ def _stacked(items: Sequence[Tensor]) -> Tensor:
     return items[0].unsqueeze(0) if len(items) == 1 else torch.stack(list(items))
 
 
-def _pad_rows(weight: Tensor, count: int) -> Tensor:
-    return F.pad(weight, (0, 0, 0, count)) if count else weight
-
-
-def _pad(bias: Tensor | None, count: int) -> Tensor | None:
-    return None if bias is None else F.pad(bias, (0, count))
+def _zeros(like: Tensor, count: int) -> list[tuple[Tensor, None]]:
+    """Rows of zeros as a piece of their own, if any: the gradient of a padded map would be copied once more."""
+    return [(like.new_zeros(count, like.shape[1]), None)] if count else []
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:

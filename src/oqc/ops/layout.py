@@ -120,8 +120,9 @@ def saved_shapes(x: Tensor, y: Tensor, form: Form) -> tuple[Tensor, ...]:
 def split_dstack(dstack: Tensor, exact: Tensor, width: int, form: Form) -> tuple[Tensor, Tensor]:
     """The gradients of S and of the bias, which for full OQC is the sum of two columns (from plain PyTorch one)."""
     rows, columns = exact.shape
-    dbias = dstack[:width, columns]
-    return dstack[:rows, :columns], dstack[:width, columns:][:, :2].sum(1) if form.space == "hidden" else dbias
+    full = form.space == "hidden"
+    dbias = dstack[:width, columns:][:, :2].sum(1) if full else dstack[:width, columns].contiguous()
+    return dstack[:rows, :columns], dbias
 
 
 def host_rows(stack: Tensor, form: Form) -> Tensor:
