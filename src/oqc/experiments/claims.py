@@ -75,9 +75,16 @@ _CAPACITY = (
     "likely a good part of the gain is capacity: the complements add 0.6 to 1.2 M parameters to a host of 6.37 M,"
     " and a wider host makes as much of them"
 )
+_WIDENED = ("6_97m", "7_19m", "7_59m", "7_59m")  # to each complement's size
 CAPACITY = tuple(
-    _asked(f"{name} beats AFBO+PR of {size} M", OURS, row, f"cifar100_afbo_{size.replace('.', '_')}m", _CAPACITY)
-    for (name, row), size in zip(COMPLEMENTS.items(), ("6.97", "7.19", "7.59", "7.59"), strict=True)
+    _asked(
+        f"{name} beats AFBO+PR of {size[:-1].replace('_', '.')} M",
+        OURS,
+        row,
+        f"cifar100_afbo_{size}",
+        _START if row == STATIC else _CAPACITY,
+    )
+    for (name, row), size in zip(COMPLEMENTS.items(), _WIDENED, strict=True)
 )
 
 _SWEEP = (
