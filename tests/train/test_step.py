@@ -175,7 +175,8 @@ def test_compiled_agrees_with_eager_and_gives_the_model_back() -> None:
     compiled = tiny_trainer(tiny_config({"cutout": 2, "mixup": 0.3}, mode="compiled", **settings))
     a, b = eager.fit(), compiled.fit()
     rows = [[{k: v for k, v in row.items() if "accuracy" in k} for row in one.history] for one in (a, b)]
-    assert rows[0] == rows[1]
+    for own, other in zip(*rows, strict=True):  # mixup's shares of two labels add up in another order
+        assert own == pytest.approx(other, rel=1e-6)
     for p, q in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-9)
     torch.testing.assert_close(eager.step.stats, compiled.step.stats, rtol=0, atol=1e-9)
