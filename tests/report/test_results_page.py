@@ -222,6 +222,15 @@ def test_speed_is_that_of_runs_that_had_the_device_to_themselves():
     assert more.findings[next(c for c in more.findings if c.metric == "images_per_s")].why == "not measured"
 
 
+def test_runs_beside_other_work_are_told_and_count_for_no_speed():
+    records = suite({}, presets=(AFBO, FULL))
+    assert "shared the device" not in results_page(records).text
+    for record in records[4:]:
+        record["shared_device"] = True
+    assert f"{len(records) - 4} runs shared the device" in results_page(records).text
+    assert comparison.compare(records).speed(FULL) is None
+
+
 def test_speeds_of_two_versions_of_the_code_are_not_compared():
     def at(commit, records, speed):
         return [record | {"images_per_s": speed, "environment": {"commit": commit}} for record in records]

@@ -79,7 +79,7 @@ def results_page(records: Sequence[Record]) -> Page:
         findings.summary(of) + show.get("claims", ""),
         findings.negative(of),
         "## Tables\n",
-        _TABLES,
+        _TABLES + _shared(of),
         *(suite_section(of, suite) for suite in SUITE_SECTIONS[:-2]),
         *(show[name] for name in ("rank-sweep", "pareto") if name in show),
         *(suite_section(of, suite) for suite in SUITE_SECTIONS[-2:]),
@@ -92,6 +92,11 @@ def results_page(records: Sequence[Record]) -> Page:
         parts.append(f"## Other runs\n\n{markdown_table(*table(rows(others)))}")
     text = "\n".join(part.strip("\n") + "\n" for part in parts if part)
     return Page(text, {f"{FIGURES}/{name}.svg": svg for name, svg in figures.items()})
+
+
+def _shared(of: comparison.Comparison) -> str:
+    count = sum(bool(record.get("shared_device")) for record in of.records)
+    return f"\n{plural(count, 'run')} shared the device with other work: no speed counts them.\n" if count else ""
 
 
 def _is_of_suites(record: Record) -> bool:
