@@ -23,6 +23,7 @@ from oqc.experiments.digits import on_digits
 from oqc.experiments.job import Job, without_root
 from oqc.experiments.running import train_jobs
 from oqc.report import Record, append_record, read_records
+from oqc.report.records import is_timed
 from oqc.train import Progress, RunFolder, Silent, Stopped, find_device
 from oqc.train.stopping import stop_on_signals
 
@@ -233,8 +234,7 @@ class _Clock:
     """How long runs take: by those of this process, and until there is one by those in the results file."""
 
     def __init__(self, earlier: Sequence[Record]) -> None:
-        timed = [r for r in earlier if "seconds" in r]
-        self.earlier = [r for r in timed if not r.get("shared_device")] or timed
+        self.earlier = [r for r in earlier if is_timed(r)] or [r for r in earlier if "seconds" in r]
         self.own = list[Record]()
         self.began = time.monotonic()
 

@@ -113,7 +113,8 @@ def speed_of(record: Record) -> float | None:
     return record["images_per_s"] if alone is None and record.get("at_once", 1) == 1 else alone
 
 
-def _timed(record: Record) -> bool:
+def is_timed(record: Record) -> bool:
+    """Whether its seconds are those of such a run: it had the device for itself and its like."""
     return "seconds" in record and not record.get("shared_device")
 
 
@@ -125,7 +126,7 @@ def _row(preset: str, group: Sequence[Record]) -> dict[str, Any]:
         return None if None in values else statistics.fmean(values)
 
     speeds = [speed for speed in map(speed_of, group) if speed is not None]
-    seconds = [record["seconds"] / record.get("at_once", 1) for record in group if _timed(record)]
+    seconds = [record["seconds"] / record.get("at_once", 1) for record in group if is_timed(record)]
     return {
         "preset": preset,
         "seeds": len(group),

@@ -119,7 +119,7 @@ class AdamW(torch.optim.AdamW):
         tensors = [(p, p.grad, *(self.state[p][name] for name in STATE)) for p in every]
         if not all(_is_usual(group, device) for group in self.param_groups):
             return None
-        if not all(_is_flat(t, device) and wanted(self.backend, t) for row in tensors for t in row):
+        if not wanted(self.backend, every[0]) or not all(_is_flat(t, device) for row in tensors for t in row):
             return None
         sizes = tuple(tuple(p.numel() for p in group) for group in groups)
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -144,24 +144,24 @@ class _Table:
         pieces = [triton_adamw.pieces(group, start) for group, start in zip(sizes, first, strict=False)]
         self.pieces = [torch.tensor(one, dtype=torch.int64, device=device).view(-1, 3) for one in pieces]
         self.held: list[list[int]] | None = None  # what the capture under way has written
-        self.pinned: list[Tensor] = []  # the last one is for the next capture, graphs read the others
-        self.spare = False
+        self.spare: Tensor | None = None  # pinned, for the next capture
+        self.captured: list[Tensor] = []  # pinned, which graphs read
 
     def write(self, addresses: list[list[int]], capturing: bool) -> bool:
         """Whether the table has these now: not in a capture for which no memory was put aside."""
         values = torch.tensor(addresses)
         if not capturing:
             self.held = None
-            if self.addresses.is_cuda and not self.spare:
-                self.pinned.append(torch.empty_like(values, pin_memory=True))
-                self.spare = True
+            if self.addresses.is_cuda and self.spare is None:
+                self.spare = torch.empty_like(values, pin_memory=True)
         elif addresses == self.held:
             return True
-        elif not self.spare:
+        elif self.spare is None:
             return False
         else:
-            self.held, self.spare = addresses, False
-            values = self.pinned[-1].copy_(values)
+            values = self.spare.copy_(values)
+            self.captured.append(values)
+            self.held, self.spare = addresses, None
         self.addresses.copy_(values, non_blocking=True)
         return True
 

@@ -1,8 +1,8 @@
 """One training step, the same code run eagerly, with compiled blocks, or replayed from one CUDA graph.
 
 A step takes the batch of the step counter, runs forward, loss and backward, clips, lets AdamW and the moving average
-update, and counts. Everything it needs to know per step is a tensor on the device, so the host sends no values and
-waits for none.
+update, and counts. Everything it needs to know per step is a tensor on the device, so the host waits for no value and,
+where a graph is replayed, sends none (else AdamW's kernels are sent the gradients' addresses).
 
 A step whose loss or gradient norm is not finite changes nothing but the counters: `found_inf` makes the AdamW kernel
 return early and not count, and the moving average keeps its old value.
@@ -139,7 +139,6 @@ class Step:
     def _update(self, loss: Tensor) -> None:
         """Clips and steps unless something is not finite."""
         train = self.config.train
-        parameters = [p for p in self.parameters.values() if p.grad is not None]
         norm = self.optimizer.norm()
         schedule: dict[str, Any] = {"peak": train.lr, "warmup": self.warmup, "total": self.total}
         written = (self.lr, self.found_inf, self.divisor)
@@ -147,7 +146,7 @@ class Step:
         if self.world > 1:
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX)
         if train.clip and self.divisor is None:
-            nn.utils.clip_grads_with_norm_(parameters, train.clip, norm)
+            nn.utils.clip_grads_with_norm_(self.parameters.values(), train.clip, norm)
         self.optimizer.step()
         if self.average is not None:
             self.average.update(self.found_inf == 0)
