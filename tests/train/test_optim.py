@@ -64,3 +64,18 @@ def test_state_made_early_steps_like_plain_adamw() -> None:
             stepper.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_hooks_run_once_whoever_else_uses_adamw() -> None:
+    torch.optim.AdamW(TinyNet().parameters())  # wraps its class's step
+    model = TinyNet()
+    optimizer = make_optimizer(model, Train(backend="torch"), torch.device("cpu"))
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    before = model.head.weight.clone()
+    model.head.weight.grad = torch.ones_like(before)
+    optimizer.param_groups[0]["lr"].fill_(0.1)
+    optimizer.step()
+    assert seen == ["before", "after"]
+    assert not torch.equal(model.head.weight, before)
