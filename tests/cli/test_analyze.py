@@ -63,11 +63,14 @@ def test_the_table_says_what_each_number_is(trained):
         ),
         (("run", "--checkpoint", "first"), "checkpoint must be one of last, best, got 'first'"),
         (("run", "--data-dir", "nowhere"), "--data-dir nowhere does not exist"),
+        (("list",), "list/config.json: Run must be a table of fields, got []"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(args, message, trained):
     (trained[0] / "records").mkdir(exist_ok=True)
     (trained[0] / "records" / "runs.jsonl").touch()
+    (trained[0] / "list").mkdir(exist_ok=True)
+    (trained[0] / "list" / "config.json").write_text("[]")
     result = analyze(*args, cwd=trained[0])
     assert result.returncode == 2
     assert message in result.stderr

@@ -49,9 +49,15 @@ def test_rows_say_which_backend_ran(tmp_path, monkeypatch):
         (("--hosts", "afbo,mpl"), "hosts must be one of"),
         (("--modes", "fast"), "modes must be one of eager, compiled, graph, got 'fast'"),
         (("--precision", "fp64"), "precision must be one of fp32, bf16"),
+        (("--out", "file/b.json"), "--out file/b.json: "),
+        (("--out", "file.svg"), "--out file.svg: the figure beside it would have this name"),
+        (("--out", "b.json"), "--out b.json: b.svg exists; name a new file"),
+        (("--out", "."), "--out must be a file, got ., which is a folder"),
     ],
 )
 def test_mistakes_are_named(args, message, tmp_path):
+    for name in ("file", "b.svg"):
+        (tmp_path / name).write_text("mine")
     result = run(*args, cwd=tmp_path)
     assert result.returncode == 2
     assert message in result.stderr
@@ -64,6 +70,11 @@ def test_a_backend_that_strays_is_refused(monkeypatch):
     monkeypatch.setattr(OQCFFN, "forward", lambda m, x: original(m, x) * (1.001 if m.backend == "torch" else 1))
     with pytest.raises(ValueError, match="backend torch fails parity for afbo with lowrank in fp32: y is off"):
         bench.check_parity(model, "torch", torch.device("cpu"), "fp32")
+
+
+def test_the_paper_s_models_pass_in_bf16():
+    for case in bench.cases(["afbo"], ["full", "lowrank", "static", "dynamic"], ["torch"], ["eager"], ["train"]):
+        bench.check_parity(case.model, "torch", torch.device("cpu"), "bf16")
 
 
 def test_figure_has_the_papers_ratios():

@@ -72,6 +72,7 @@ def record_with(**changes):
         (record_with(best=float("nan")), "line 1: best cannot be nan"),
         (record_with(mechanism={"before": "x"}), "line 1: before of mechanism cannot be 'x'"),
         (record_with(per_epoch=[1]), "line 1: per_epoch cannot have 1"),
+        (record_with(config={"data": None}), "line 1: data of config cannot be None"),
         (record_with() + record_with(), "runs.jsonl, line 2: cifar100_afbo, seed 0 is in line 1 already"),
     ],
 )
@@ -93,3 +94,32 @@ def test_places_that_are_no_folders(tmp_path):
         cli.report(tmp_path / "runs.jsonl")
     with pytest.raises(ValueError, match="--out must be a folder"):
         cli.report(tmp_path, out=tmp_path / "runs.jsonl")
+    with pytest.raises(ValueError, match=r"--out .*runs\.jsonl is a file"):
+        cli.report(tmp_path, out=tmp_path / "runs.jsonl" / "below")
+
+
+def test_what_others_wrote_stays(tmp_path):
+    shutil.copy(DEMO, tmp_path)
+    figures = tmp_path / "out" / "figures"
+    figures.mkdir(parents=True)
+    (figures / "pareto.svg").write_text("mine")
+    (tmp_path / "out" / "results.md").write_text("![](figures/pareto.svg)")
+    with pytest.raises(ValueError, match=r"out/results\.md is not of `oqc report`; name another folder"):
+        cli.report(tmp_path, out=tmp_path / "out")
+    (tmp_path / "out" / "results.md").unlink()
+    cli.report(tmp_path, out=tmp_path / "out")
+    cli.report(tmp_path, out=tmp_path / "out")  # over its own
+    assert sorted(path.name for path in figures.iterdir()) == ["accuracy.svg", "pareto.svg"]
+    (tmp_path / "runs.jsonl").write_text(json.dumps(suite_record("cifar100_afbo", 0)) + "\n")
+    cli.report(tmp_path, out=tmp_path / "out")
+    assert [path.name for path in figures.iterdir()] == ["pareto.svg"]  # its own, no longer shown, is gone
+
+
+def test_rows_stand_in_the_order_of_the_presets(tmp_path):
+    lines = [suite_record(name, 0) for name in ("cifar100_vit_tiny", "cifar100_lowrank_r56", "cifar100_afbo")]
+    for line in lines:
+        line["config"]["data"]["name"] = "digits"
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cli.report(tmp_path)
+    found = re.findall(r"^\| (cifar100_\w+)", (tmp_path / "results.md").read_text(), re.MULTILINE)
+    assert found == ["cifar100_afbo", "cifar100_lowrank_r56", "cifar100_vit_tiny"]

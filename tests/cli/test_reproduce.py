@@ -72,7 +72,7 @@ def test_what_is_there_is_not_run_again(whole):
     assert [row["preset"] for row in found["rows"]] == list(SUITES["rank-sweep"])
     assert (found["left"], found["failed"]) == ([], [])
     assert "rank-sweep on digits: 11 runs, 11 done" in err
-    assert "all in results/digits/runs.jsonl; tables, claims and figures: oqc report results/digits" in err
+    assert "all in results/digits/runs.jsonl; the table: oqc report results/digits" in err
     assert (cwd / "results" / "digits" / "runs.jsonl").read_bytes() == before
 
 

@@ -193,9 +193,33 @@ def test_the_time_left_is_told(runs, tmp_path):
     assert told[0] == (0, 2, None)
     assert told[1] > 0
     assert told[2] == 0
-    reproduce("vit-tiny", tmp_path, seeds=2, watch=Listening(), **TINY)
+    reproduce("vit-tiny", tmp_path, seeds=2, watch=Listening(), workers=1, **TINY)
     assert told[3] == (2, 4, 2.0)  # two runs of a second each, by the file
+    reproduce("vit-tiny", tmp_path, seeds=4, watch=Listening(), workers=2, **TINY)
+    assert told[6] == (4, 8, 2.0)  # four, two at the same time
+    assert told[7] == 1.5  # however long this process took to start
     json.dumps(told)
+
+
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_run(runs, tmp_path, monkeypatch):
+    reproduce("vit-tiny", tmp_path, seeds=1, **TINY)
+    runs.clear()
+    allowed = suites.os.access
+    closed = tmp_path / "runs.jsonl"
+    monkeypatch.setattr(suites.os, "access", lambda path, mode: path != closed and allowed(path, mode))
+    with pytest.raises(ValueError, match=r"--results .*runs\.jsonl cannot be written"):
+        reproduce("vit-tiny", tmp_path, seeds=2, **TINY)
+    monkeypatch.setattr(suites.os, "access", lambda path, mode: path != tmp_path and allowed(path, mode))
+    with pytest.raises(ValueError, match=r"--results must be a folder that can be written, got .*: Permission denied"):
+        reproduce("vit-tiny", tmp_path, seeds=2, **TINY)
+    assert not runs
+
+
+def test_records_that_do_not_tell_how_long_they_took_to_start(tmp_path):
+    job = suites.plan("vit-tiny", 1, **{"data": TINY["data"], "epochs": TINY["epochs"]})[0]
+    record = made_up(job, 3.0)
+    del record["setup_seconds"]
+    assert suites._Clock([record]).expected(job) == 3.0
 
 
 def test_runs_beside_other_work_do_not_tell_how_long_one_takes(tmp_path):

@@ -4,6 +4,7 @@ import re
 import pytest
 
 from oqc.report import append_record, read_records, rows, table
+from oqc.report.files import write_whole
 from oqc.report.page import write_page
 
 
@@ -51,6 +52,23 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
     assert len(read_records(path)) == 1
     append_record(path, record(seed=1))
     assert [r["seed"] for r in read_records(path)] == [0, 1]
+
+
+def test_a_record_that_lacks_only_its_newline_is_kept(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    append_record(path, record())
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert len(read_records(path)) == 1
+    append_record(path, record(seed=1))
+    assert [r["seed"] for r in read_records(path)] == [0, 1]
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_put_in_place(tmp_path):
+    (tmp_path / "page.md").mkdir()
+    with pytest.raises(OSError, match=r"page\.md"):
+        write_whole(tmp_path / "page.md", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
 
 
 @pytest.mark.parametrize(

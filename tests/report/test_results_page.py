@@ -8,8 +8,8 @@ from made_runs import run, suite
 
 from oqc.experiments import comparison
 from oqc.experiments.claims import AFBO, FULL
-from oqc.experiments.results import results_page
-from oqc.report.markdown import beside, markdown_table, p_value, signed, spread
+from oqc.experiments.results import MARK, results_page
+from oqc.report.markdown import beside, bound, markdown_table, p_value, signed, spread
 from oqc.report.provenance import environment_line, training_line
 
 MLP_ROWS = ("MLP, no PR", "MLP+PR", "OQC-LR, R 56")
@@ -174,6 +174,7 @@ def test_old_figures_of_ours_go_and_others_stay(tmp_path):
     (tmp_path / "figures").mkdir()
     for name in ("pareto.svg", "own.svg"):
         (tmp_path / "figures" / name).write_text("old")
+    (tmp_path / "results.md").write_text(f"{MARK}\n![pareto](figures/pareto.svg)\n")
     results_page(suite({}, presets=(AFBO,), seeds=1)).write(tmp_path)
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["own.svg"]
 
@@ -188,6 +189,9 @@ def test_markdown_by_hand():
     assert spread(65.594) == "65.59"
     assert (signed(-0.0004, "separation_euclidean"), signed(1234.5, "images_per_s")) == ("-0.0004", "+1,234")
     assert (p_value(0.0001), p_value(0.04)) == ("< 0.001", "0.040")
+    assert (p_value(0.0499), p_value(0.0501)) == ("0.0499", "0.0501")  # on which side of 0.05
+    assert [bound(x, ".2f") for x in (-0.0049, 0.0004, 0.0, 1.234)] == ["-0.005", "+0.0004", "+0.00", "+1.23"]
+    assert [bound(x, ",.0f") for x in (-0.3, 1234.0)] == ["-0.3", "+1,234"]
 
 
 def test_provenance_counts_what_differs():

@@ -16,6 +16,7 @@ from oqc import config as configs
 from oqc import ops
 from oqc.experiments import bench as experiment
 from oqc.report.figures import throughput
+from oqc.report.files import check_place, write_whole
 from oqc.train import find_device
 from oqc.train.environment import environment
 
@@ -73,8 +74,13 @@ def bench(
         todo += experiment.cases(*([part] for part in parts), base=base)
     ran = [dataclasses.replace(one, backend=ops.what_runs(one.backend, own)) for one in todo]
     todo = list(dict.fromkeys(ran))  # each once, under the name of what runs here
-    if out is not None and out.exists():
-        raise ValueError(f"--out {out} exists; name a new file")
+    if out is not None:
+        check_place("--out", out)
+        if out.suffix == ".svg":
+            raise ValueError(f"--out {out}: the figure beside it would have this name; name a .json file")
+        for path in (out, out.with_suffix(".svg")):
+            if path.exists():
+                raise ValueError(f"--out {out}: {path} exists; name a new file")
     console = Console(stderr=True)
     console.print(f"{len(todo)} cases, batch {batch}, {precision}, on {own}", highlight=False)
     rows = experiment.run_bench(
@@ -85,15 +91,14 @@ def bench(
         repeats=repeats,
         on_ready=lambda case: console.print("ready:", *map(str, case.row().values()), highlight=False),
     )
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"environment": environment(own), "rows": rows}, indent=1) + "\n")
-        if importlib.util.find_spec("matplotlib"):
-            out.with_suffix(".svg").write_text(throughput(rows))
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
     else:
         Console(width=None if Console().is_terminal else 130).print(_table(rows))
+    if out is not None:
+        write_whole(out, json.dumps({"environment": environment(own), "rows": rows}, indent=1) + "\n")
+        if importlib.util.find_spec("matplotlib"):
+            write_whole(out.with_suffix(".svg"), throughput(rows))
 
 
 def _split(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -62,15 +63,18 @@ def demo(
 
 def print_table(records: list[Record]) -> None:
     """A row a preset, in the order of the records."""
+    console = Console() if Console().is_terminal else Console(width=110)
     columns, body = table(rows(records))
     shown = Table(*columns)
+    if console.width < 100:
+        shown = Table(*(name.replace("Overlap ", "Overlap\n") for name in columns), box=box.SIMPLE_HEAD)
+        shown.padding = (0, 0, 0, 1)
     shown.columns[0].overflow = "fold"  # a name is never cut short
     for column in shown.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for cells in body:
         shown.add_row(*cells)
-    console = Console()
-    (console if console.is_terminal else Console(width=110)).print(shown)
+    console.print(shown)
 
 
 def _need(*packages: str) -> None:

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from oqc.experiments.results import results_page
+from oqc.experiments.results import FIGURES, results_page
 from oqc.experiments.suites import RESULTS
 from oqc.report import read_records
+from oqc.report.files import check_place
 
 
 def report(
@@ -29,5 +30,6 @@ def report(
         raise ValueError(f"{folder / RESULTS} has no records")
     if out is not None and out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, got {out}, which is a file")
+    check_place("--out" if out else "FOLDER", (out or folder) / FIGURES / "claims.svg")
     for path in results_page(records).write(out or folder):
         typer.echo(path)

@@ -67,7 +67,8 @@ def reproduce(
     if found.signal is not None:
         typer.echo(f"stopped by {signal.Signals(found.signal).name}; {note}", err=True)
         raise typer.Exit(128 + found.signal)
-    shown.line(note if found.left else f"all in {path}; tables, claims and figures: oqc report {folder}")
+    what = "the table" if data == "digits" else "tables, claims and figures"
+    shown.line(note if found.left else f"all in {path}; {what}: oqc report {folder}")
     if found.failed:
         raise typer.Exit(1)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from oqc.experiments.claims import OURS, SECTIONS
 from oqc.experiments.comparison import Comparison
-from oqc.report.markdown import markdown_table, p_value, plural, signed
+from oqc.report.markdown import bound, form_of, markdown_table, p_value, plural, signed
 from oqc.report.statistics import VERDICTS, Finding, Pending
 
 _RULE = (
@@ -49,13 +49,15 @@ def summary(of: Comparison) -> str:
     if sized:
         text += f" The published size lies in our interval for {sum(sized)} of {len(sized)}."
     text += f" Questions of ours beside them, on capacity and other hosts, {len(of_ours(of))}: {counts(of_ours(of))}."
+    return f"{text}{after_correction(of)}\n\n{_RULE}\n"
+
+
+def after_correction(of: Comparison) -> str:
+    """How much of what single intervals say stands when all of them are looked at; nothing where none says anything."""
     decided = [one for one in of.findings.values() if isinstance(one, Finding) and one.verdict in VERDICTS[:2]]
-    if decided:
-        kept = sum(one.p_holm < 0.05 for one in decided)
-        text += (
-            f" Of the {len(decided)} intervals that exclude 0, {kept} have p below 0.05 after Holm's correction too."
-        )
-    return f"{text}\n\n{_RULE}\n"
+    kept = sum(one.p_holm < 0.05 for one in decided)
+    text = f" Of the {len(decided)} intervals that exclude 0, {kept} have p below 0.05 after Holm's correction too."
+    return text if decided else ""
 
 
 def negative(of: Comparison) -> str:
@@ -96,8 +98,10 @@ def _clause(found: Finding) -> str:
 
 
 def interval(found: Finding) -> str:
+    """The difference with its interval, whose ends have as many digits as show their side of 0."""
     metric = found.claim.metric
-    return f"{signed(found.difference, metric)} [{signed(found.low, metric)}, {signed(found.high, metric)}]"
+    low, high = (bound(end, form_of(metric)) for end in (found.low, found.high))
+    return f"{signed(found.difference, metric)} [{low}, {high}]"
 
 
 def claim_tables(of: Comparison) -> str:
@@ -105,7 +109,7 @@ def claim_tables(of: Comparison) -> str:
     assessed = sum(isinstance(one, Finding) for one in of.findings.values())
     text = (
         "## Claims\n\nDifference of the two sides of each claim, with its 95% interval. p is two-sided, with Holm's"
-        f" correction over the {assessed} claims assessed.\n\n"
+        f" correction over the {assessed} claims assessed; the verdict goes by the interval alone.\n\n"
     )
     columns = ("Claim", "Place", "Published", "Ours [95%]", "Seeds", "p (Holm)", "Verdict", "Published size inside")
     for title, claims in SECTIONS.items():

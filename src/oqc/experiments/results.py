@@ -26,6 +26,7 @@ from oqc.report.provenance import config_of, environment_line, protocol_of, trai
 from oqc.report.statistics import Finding
 
 FIGURES = "figures"  # the folder beside the page
+MARK = "<!-- Written by `oqc report`; edits are lost. -->"
 CAPTIONS = {
     "claims": "Each claim's difference with its 95% interval, turned so that the paper's side is on the right.",
     "rank-sweep": "Gain by rank. Ours filled, with 95% intervals; the paper's hollow, with its ±.",
@@ -56,10 +57,17 @@ class Page:
     figures: dict[str, str]
 
     def write(self, folder: Path) -> list[Path]:
-        """Writes results.md and its figures, and removes figures of ours that it no longer has."""
+        """Writes results.md and its figures, and removes those of an earlier page that it no longer has. A results.md
+        of somebody else is not touched."""
+        page = folder / "results.md"
+        earlier = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+        if page.is_dir() or (earlier and MARK not in earlier):
+            what = "is a folder" if page.is_dir() else "is not of `oqc report`"
+            raise ValueError(f"{page} {what}; name another folder with --out")
         for name in CAPTIONS:
-            if f"{FIGURES}/{name}.svg" not in self.figures:
-                (folder / FIGURES / f"{name}.svg").unlink(missing_ok=True)
+            path = f"{FIGURES}/{name}.svg"
+            if path not in self.figures and f"({path})" in earlier:
+                (folder / path).unlink(missing_ok=True)
         for name, text in {**self.figures, "results.md": self.text}.items():
             write_whole(folder / name, text)
         return [folder / name for name in ("results.md", *self.figures)]
@@ -74,7 +82,7 @@ def results_page(records: Sequence[Record]) -> Page:
     show = {name: _shown(name) for name in figures}
     parts = [
         "# The paper's CIFAR-100 results, rerun\n",
-        "<!-- Written by `oqc report`; edits are lost. -->\n",
+        f"{MARK}\n",
         _how(of),
         findings.summary(of) + show.get("claims", ""),
         findings.negative(of),
@@ -107,7 +115,9 @@ def _plain_page(records: Sequence[Record]) -> Page:
     """Any other file: one table, and the accuracy over epochs where the lines can be told apart."""
     name = records[0]["config"].get("data", {}).get("name", "runs")
     small = f"{_SMALL}\n" if name == "digits" and any(record["preset"] in PRESETS for record in records) else ""
-    text = f"# Results: {name}\n\n{_trained(records)}\n{small}{markdown_table(*table(rows(records)))}"
+    order = {preset: place for place, preset in enumerate(PRESETS)}
+    found = sorted(rows(records), key=lambda row: order.get(row["preset"], len(order)))
+    text = f"# Results: {name}\n\n{MARK}\n\n{_trained(records)}\n{small}{markdown_table(*table(found))}"
     presets = {record["preset"] for record in records}
     curves = {(record["preset"], len(record["per_epoch"])) for record in records}
     if len(presets) > len(COLORS) or len(curves) > len(presets) or not all(epochs for _, epochs in curves):

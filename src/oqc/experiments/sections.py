@@ -57,8 +57,8 @@ SUITE_SECTIONS = (
         "vit-tiny",
         "limitations",
         ("cifar100_vit_tiny",),
-        "The paper names neither data set nor training; only the difference of the two rows is to be read. It found no"
-        " gain. Gain is over the row without PR.",
+        "The paper names neither data set nor training; only the difference of the two rows is to be read. To it"
+        " a difference that small beside its ± is no improvement. Gain is over the row without PR.",
     ),
 )
 

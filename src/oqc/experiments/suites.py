@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -146,12 +147,15 @@ def reproduce(
         raise ValueError(f"--data-dir must be the folder or archive of {data}, got {data_dir}, which does not exist")
     _make_folder(results)
     path = results / RESULTS
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"--results {results}: {path} cannot be written")
     with RunFolder(results).held(), stop_on_signals() as stop:
         records = {(r["preset"], r["seed"]): r for r in (read_records(path) if path.exists() else [])}
         for record in records.values():
             _check_protocol(record, path, data, epochs)
         todo = [_with_root(job, data_dir) for job in jobs if (job.preset, job.seed) not in records]
-        clock, failed, signal = _Clock(list(records.values())), dict[Job, str](), None
+        side_by_side = min(workers or os.cpu_count() or 1, len(todo)) if own.type == "cpu" else None
+        clock, failed, signal = _Clock(list(records.values()), side_by_side), dict[Job, str](), None
         if todo:
             _load(todo[0].run)
 
@@ -188,6 +192,8 @@ def _make_folder(results: Path) -> None:
     except OSError as error:
         why = "it is a file" if results.is_file() else error.strerror
         raise ValueError(f"--results must be a folder that can be written, got {results}: {why}") from None
+    if not os.access(results, os.W_OK | os.X_OK):
+        raise ValueError(f"--results must be a folder that can be written, got {results}: Permission denied")
 
 
 def _with_root(job: Job, data_dir: Path | None) -> Job:
@@ -233,7 +239,8 @@ def _fields(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 class _Clock:
     """How long runs take: by those of this process, and until there is one by those in the results file."""
 
-    def __init__(self, earlier: Sequence[Record]) -> None:
+    def __init__(self, earlier: Sequence[Record], side_by_side: int | None = None) -> None:
+        self.side_by_side = side_by_side  # how many at the same time, where that is known from the start
         self.earlier = [r for r in earlier if is_timed(r)] or [r for r in earlier if "seconds" in r]
         self.own = list[Record]()
         self.began = time.monotonic()
@@ -245,14 +252,21 @@ class _Clock:
         """Of one run, set-up included: the median of its preset, else of all; 0 where nothing is known."""
         known = self.own or self.earlier
         known = [record for record in known if record["preset"] == job.preset] or known
-        return statistics.median(r["seconds"] + r["setup_seconds"] for r in known) if known else 0.0
+        return statistics.median(map(_spent, known)) if known else 0.0
 
     def left(self, todo: Sequence[Job]) -> float | None:
-        """For all of `todo`, by how many runs this process has finished at the same time."""
+        """For all of `todo`, by how many are under way at the same time: as told, or as this process has shown."""
         if not (self.own or self.earlier):
             return None
         total = sum(self.expected(job) for job in todo)
+        if self.side_by_side:
+            return total / self.side_by_side
         if not self.own:
             return total
-        spent = sum(r["seconds"] + r["setup_seconds"] for r in self.own)
+        spent = sum(map(_spent, self.own))
         return total * (time.monotonic() - self.began) / spent
+
+
+def _spent(record: Record) -> float:
+    seconds: float = record["seconds"] + record.get("setup_seconds", 0.0)
+    return seconds

@@ -31,8 +31,19 @@ def form_of(metric: str) -> str:
     return FORMATS.get(metric, ".4f" if metric.startswith("separation") else ".3f")
 
 
+def bound(value: float, form: str) -> str:
+    """With its sign, and another digit as long as it looks like 0 and is not."""
+    text = f"{value:+{form}}"
+    digits = int(form.strip(",.f") or 0)
+    while value and not float(text.replace(",", "")) and digits < 8:
+        digits += 1
+        text = f"{value:+.{digits}f}"
+    return text
+
+
 def p_value(p: float) -> str:
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+    """With a digit more where three would hide on which side of 0.05 it lies."""
+    return "< 0.001" if p < 0.001 else f"{p:.4f}" if f"{p:.3f}" == "0.050" else f"{p:.3f}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -2,9 +2,9 @@
 
 A record has `preset`, `seed`, `best`, `final` (test accuracy in percent), `parameters`, `images_per_s`, `per_epoch`
 (a list of test accuracies with their epoch), `mechanism` (the metrics of docs/metrics.md), `config` and `environment`;
-runs of a suite also have `seconds` (training and evaluation), `at_once`, how many runs shared the device, and on a GPU
-`images_per_s_alone`, of bare steps before the run, where nothing else used the device. `shared_device` says that other
-work used it meanwhile: the run's speed and seconds then stand in no table.
+runs of a suite also have `seconds` (training and evaluation), `setup_seconds` (before it), `at_once`, how many runs
+shared the device, and on a GPU `images_per_s_alone`, of bare steps before the run, where nothing else used the device.
+`shared_device` says that other work used it meanwhile: the run's speed and seconds then stand in no table.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def _fault(record: Any) -> str:
         value = record[name]
         if not isinstance(value, kind) or (isinstance(value, float) and not math.isfinite(value)):
             return f"{name} cannot be {value!r}"
+    if not isinstance(record["config"].get("data", {}), dict):
+        return f"data of config cannot be {record['config']['data']!r}"
     for point in record["per_epoch"]:
         if not isinstance(point, dict) or not _are_numbers(point.get("epoch"), point.get("test")):
             return f"per_epoch cannot have {point!r}"
@@ -85,16 +87,26 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Adds one record, on disk before this returns; a line that a kill cut short is dropped first."""
+    """Adds one record, on disk before this returns. A line that a kill cut short is dropped first; one that lacks no
+    more than its end is kept."""
     assert all(name in record for name in FIELDS)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         file.seek(0)
-        whole = file.read().rpartition(b"\n")
-        file.truncate(len(whole[0]) + len(whole[1]))
-        file.write(json.dumps(record).encode() + b"\n")
+        before, end, last = file.read().rpartition(b"\n")
+        whole = _is_whole(last)
+        if not whole:
+            file.truncate(len(before) + len(end))
+        file.write((b"\n" if whole else b"") + json.dumps(record).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
