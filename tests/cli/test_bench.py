@@ -49,15 +49,19 @@ def test_rows_say_which_backend_ran(tmp_path, monkeypatch):
         (("--hosts", "afbo,mpl"), "hosts must be one of"),
         (("--modes", "fast"), "modes must be one of eager, compiled, graph, got 'fast'"),
         (("--precision", "fp64"), "precision must be one of fp32, bf16"),
-        (("--out", "file/b.json"), "--out file/b.json: "),
-        (("--out", "file.svg"), "--out file.svg: the figure beside it would have this name"),
-        (("--out", "b.json"), "--out b.json: b.svg exists; name a new file"),
-        (("--out", "."), "--out must be a file, got ., which is a folder"),
+        (("--out", "file/b.json"), "file is a file"),
+        (
+            ("--out", "file.svg"),
+            "--out file.svg: the figure beside it, file.svg, would have this name; name a .json file",
+        ),
+        (("--out", "b.json"), "--out b.json: the figure beside it, b.svg, exists; name a new file"),
+        (("--out", "folder"), "--out folder exists; name a new file"),
     ],
 )
 def test_mistakes_are_named(args, message, tmp_path):
     for name in ("file", "b.svg"):
         (tmp_path / name).write_text("mine")
+    (tmp_path / "folder").mkdir()
     result = run(*args, cwd=tmp_path)
     assert result.returncode == 2
     assert message in result.stderr

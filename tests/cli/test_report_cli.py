@@ -92,9 +92,9 @@ def test_places_that_are_no_folders(tmp_path):
     shutil.copy(DEMO, tmp_path)
     with pytest.raises(ValueError, match=r"FOLDER must be a folder .* which is a file"):
         cli.report(tmp_path / "runs.jsonl")
-    with pytest.raises(ValueError, match="--out must be a folder"):
+    with pytest.raises(ValueError, match=r"--out must be a folder .*runs\.jsonl is a file"):
         cli.report(tmp_path, out=tmp_path / "runs.jsonl")
-    with pytest.raises(ValueError, match=r"--out .*runs\.jsonl is a file"):
+    with pytest.raises(ValueError, match=r"--out must be a folder .*runs\.jsonl is a file"):
         cli.report(tmp_path, out=tmp_path / "runs.jsonl" / "below")
 
 

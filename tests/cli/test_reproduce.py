@@ -155,7 +155,7 @@ def test_out_of_time(tmp_path):
         (("table1", "--data-dir", "nowhere"), "--data-dir must be the folder or archive of cifar100, got nowhere"),
         (("table1", *DIGITS, "--results", "broken"), "broken/runs.jsonl, line 1: not a JSON object"),
         (("table1", *DIGITS, "--results", "held"), "another process is training in held"),
-        (("table1", *DIGITS, "--results", "broken/runs.jsonl"), "got broken/runs.jsonl: it is a file"),
+        (("table1", *DIGITS, "--results", "broken/runs.jsonl"), "broken/runs.jsonl is a file"),
         (
             ("table1", *DIGITS, "--results", "/proc/none"),
             "--results must be a folder that can be written, got /proc/none",

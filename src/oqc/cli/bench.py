@@ -16,7 +16,7 @@ from oqc import config as configs
 from oqc import ops
 from oqc.experiments import bench as experiment
 from oqc.report.figures import throughput
-from oqc.report.files import check_place, write_whole
+from oqc.report.files import check_folder, write_whole
 from oqc.train import find_device
 from oqc.train.environment import environment
 
@@ -75,12 +75,13 @@ def bench(
     ran = [dataclasses.replace(one, backend=ops.what_runs(one.backend, own)) for one in todo]
     todo = list(dict.fromkeys(ran))  # each once, under the name of what runs here
     if out is not None:
-        check_place("--out", out)
-        if out.suffix == ".svg":
-            raise ValueError(f"--out {out}: the figure beside it would have this name; name a .json file")
-        for path in (out, out.with_suffix(".svg")):
-            if path.exists():
-                raise ValueError(f"--out {out}: {path} exists; name a new file")
+        if out.exists():
+            raise ValueError(f"--out {out} exists; name a new file")
+        figure = out.with_suffix(".svg")
+        if figure == out or figure.exists():
+            what = "would have this name; name a .json file" if figure == out else "exists; name a new file"
+            raise ValueError(f"--out {out}: the figure beside it, {figure}, {what}")
+        check_folder(f"--out {out}: its place", out.parent)
     console = Console(stderr=True)
     console.print(f"{len(todo)} cases, batch {batch}, {precision}, on {own}", highlight=False)
     rows = experiment.run_bench(
@@ -98,7 +99,7 @@ def bench(
     if out is not None:
         write_whole(out, json.dumps({"environment": environment(own), "rows": rows}, indent=1) + "\n")
         if importlib.util.find_spec("matplotlib"):
-            write_whole(out.with_suffix(".svg"), throughput(rows))
+            write_whole(figure, throughput(rows))
 
 
 def _split(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:

@@ -11,7 +11,7 @@ import typer
 from oqc.experiments.results import FIGURES, results_page
 from oqc.experiments.suites import RESULTS
 from oqc.report import read_records
-from oqc.report.files import check_place
+from oqc.report.files import check_folder
 
 
 def report(
@@ -28,8 +28,6 @@ def report(
     records = read_records(folder / RESULTS)
     if not records:
         raise ValueError(f"{folder / RESULTS} has no records")
-    if out is not None and out.exists() and not out.is_dir():
-        raise ValueError(f"--out must be a folder, got {out}, which is a file")
-    check_place("--out" if out else "FOLDER", (out or folder) / FIGURES / "claims.svg")
+    check_folder("FOLDER" if out is None else "--out", (out or folder) / FIGURES)
     for path in results_page(records).write(out or folder):
         typer.echo(path)

@@ -234,18 +234,12 @@ def check_parity(config: Model, backend: str, device: torch.device, precision: s
     fast, exact = copy.deepcopy(literal), copy.deepcopy(literal).double()
     fast.backend = backend
     with numerics(tf32=False, deterministic=False):
-        want, plain, got = (
-            [_output_and_gradients(module, x.to(dtype), dy.to(dtype), device, form) for x, dy in inputs]
-            for module, dtype, form in (
-                (exact, torch.float64, "fp64"),
-                (literal, torch.float32, precision),
-                (fast, torch.float32, precision),
-            )
-        )
-    for name in want[0]:
-        truth = torch.stack([one[name] for one in want])
+        want = _outputs_and_gradients(exact, inputs.double(), device, "fp64")
+        plain = _outputs_and_gradients(literal, inputs, device, precision)
+        got = _outputs_and_gradients(fast, inputs, device, precision)
+    for name, truth in want.items():
         scale = truth.norm().clamp_min(1e-30)
-        error, own = ((torch.stack([one[name] for one in t]).double() - truth).norm() / scale for t in (got, plain))
+        error, own = ((t[name].double() - truth).norm() / scale for t in (got, plain))
         if not error <= max(PARITY[precision], 1.25 * own):
             raise ValueError(
                 f"backend {backend} fails parity for {ffn.host} with {ffn.complement} in {precision}: {name} is off"
@@ -253,12 +247,16 @@ def check_parity(config: Model, backend: str, device: torch.device, precision: s
             )
 
 
-def _output_and_gradients(
-    module: nn.Module, x: Tensor, dy: Tensor, device: torch.device, precision: str
+def _outputs_and_gradients(
+    module: nn.Module, inputs: Tensor, device: torch.device, precision: str
 ) -> dict[str, Tensor]:
-    module, x, dy = module.to(device), x.to(device).requires_grad_(), dy.to(device)
-    with autocast(device, precision):
-        y = module(x)
-    tensors = {"x": x} | dict(module.named_parameters())
-    gradients = torch.autograd.grad(y, list(tensors.values()), dy.to(y.dtype))
-    return {"y": y.detach()} | {f"gradient of {name}": g for name, g in zip(tensors, gradients, strict=True)}
+    """Of each pair of x and dy in `inputs`, along the first axis."""
+    module, found = module.to(device), []
+    for x, dy in inputs.to(device):
+        tensors = {"x": x.requires_grad_()} | dict(module.named_parameters())
+        with autocast(device, precision):
+            y = module(x)
+        gradients = torch.autograd.grad(y, list(tensors.values()), dy.to(y.dtype))
+        found.append([y.detach(), *gradients])
+    names = ("y", *(f"gradient of {name}" for name in tensors))
+    return {name: torch.stack(parts) for name, parts in zip(names, zip(*found, strict=True), strict=True)}

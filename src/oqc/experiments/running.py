@@ -50,7 +50,7 @@ def train_jobs(
     del place["command"]  # it may hold paths; preset, seed and config say what was run
     if device.type == "cpu":
         place["threads"] = 1
-        outcomes = _in_processes(jobs, workers or os.cpu_count() or 1, stop)
+        outcomes = _in_processes(jobs, cpu_workers(workers), stop)
     else:
         outcomes = _in_turn(jobs, todo, device, stop, watch, shared)
     for job, found in outcomes:
@@ -149,6 +149,10 @@ def _compile(jobs: Sequence[Job], device: torch.device) -> None:
 
 
 # On a CPU: a process a run, as many as there are cores; models this small gain nothing from more threads.
+
+
+def cpu_workers(given: int | None) -> int:
+    return given or os.cpu_count() or 1
 
 
 def _in_processes(jobs: Iterator[Job], workers: int, stop: StopRequest) -> Iterator[Outcome]:

@@ -22,8 +22,9 @@ from oqc.data import load
 from oqc.experiments import presets, protocol
 from oqc.experiments.digits import on_digits
 from oqc.experiments.job import Job, without_root
-from oqc.experiments.running import train_jobs
+from oqc.experiments.running import cpu_workers, train_jobs
 from oqc.report import Record, append_record, read_records
+from oqc.report.files import check_folder
 from oqc.report.records import is_timed
 from oqc.train import Progress, RunFolder, Silent, Stopped, find_device
 from oqc.train.stopping import stop_on_signals
@@ -154,7 +155,7 @@ def reproduce(
         for record in records.values():
             _check_protocol(record, path, data, epochs)
         todo = [_with_root(job, data_dir) for job in jobs if (job.preset, job.seed) not in records]
-        side_by_side = min(workers or os.cpu_count() or 1, len(todo)) if own.type == "cpu" else None
+        side_by_side = min(cpu_workers(workers), len(todo)) if own.type == "cpu" else None
         clock, failed, signal = _Clock(list(records.values()), side_by_side), dict[Job, str](), None
         if todo:
             _load(todo[0].run)
@@ -187,13 +188,11 @@ def reproduce(
 
 
 def _make_folder(results: Path) -> None:
+    check_folder("--results", results)
     try:
         results.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = "it is a file" if results.is_file() else error.strerror
-        raise ValueError(f"--results must be a folder that can be written, got {results}: {why}") from None
-    if not os.access(results, os.W_OK | os.X_OK):
-        raise ValueError(f"--results must be a folder that can be written, got {results}: Permission denied")
+        raise ValueError(f"--results must be a folder that can be written, got {results}: {error.strerror}") from None
 
 
 def _with_root(job: Job, data_dir: Path | None) -> Job:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and whether they could be."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def check_place(option: str, path: Path) -> None:
-    """Raises, by the option's name, where a file could not be written at `path` once the time has come."""
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir():
-        raise ValueError(f"{option} must be a file, got {path}, which is a folder")
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        why = "cannot be written" if above.is_dir() else "is a file"
-        raise ValueError(f"{option} {path}: {above} {why}")
+def check_folder(what: str, folder: Path) -> None:
+    """Raises, naming `what` wants it, where no file could be written in `folder`, which need not be there yet."""
+    above = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    if not above.is_dir():
+        raise ValueError(f"{what} must be a folder that can be written, but {above} is a file")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{what} must be a folder that can be written, but {above} cannot be")

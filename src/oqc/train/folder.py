@@ -80,11 +80,11 @@ class RunFolder:
             yield
 
     def config(self) -> Run:
+        found = self.read("config.json")
         try:
-            return configs.from_dict(Run, self.read("config.json"))
+            return configs.from_dict(Run, found)
         except ValueError as error:
-            named = str(self.path) in str(error)
-            raise ValueError(str(error) if named else f"{self.path / 'config.json'}: {error}") from None
+            raise ValueError(f"{self.path / 'config.json'}: {error}") from None
 
     def read(self, name: str) -> Any:
         path = self.path / name
