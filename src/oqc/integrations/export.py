@@ -18,8 +18,8 @@ def to_onnx(model: nn.Module, path: str | Path, example: Tensor, *, size_step: i
     """Writes an ONNX file that takes any number of images (`images` in, `output` out).
 
     `size_step` makes height and width dynamic too, in multiples of it: for backbones that take any size, such as
-    timm's with `dynamic_img_size=True`, the patch size. The example must then be of another size than the model's own,
-    or its positions would be taken for constants.
+    timm's with `dynamic_img_size=True`, the patch size. Give an example of another size than the model's own, at which
+    many models (timm's before 1.0.31) take their positions for constants.
     """
     try:
         import onnxscript  # noqa: F401
