@@ -15,7 +15,7 @@ from oqc.experiments.suites import SUITES
 from oqc.report import read_records
 from oqc.train import RunFolder
 
-TIMES = ("images_per_s", "seconds", "setup_seconds", "environment")
+TIMES = ("images_per_s", "seconds", "setup_seconds", "wall_seconds", "environment")
 DIGITS = ("--data", "digits", "--epochs", "2", "--seeds", "1")
 
 

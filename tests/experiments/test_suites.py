@@ -8,11 +8,12 @@ import time
 import pytest
 
 from oqc import config as configs
+from oqc.experiments import job as job_module
 from oqc.experiments import suites
-from oqc.experiments.job import without_root
+from oqc.experiments.job import Limited, OutOfTime, without_root
 from oqc.experiments.suites import SUITES, reproduce
 from oqc.report import append_record, read_records
-from oqc.train import RunFolder
+from oqc.train import RunFolder, Silent
 
 TINY = {"data": "digits", "epochs": 1}
 
@@ -30,7 +31,7 @@ def runs(monkeypatch):
     """The jobs that were run, none of them really."""
     ran = []
 
-    def train_jobs(todo, device, stop, *, may_start, workers, watch, shared):
+    def train_jobs(todo, device, stop, *, may_start, **_):
         for job in itertools.takewhile(may_start, todo):
             ran.append((job.preset, job.seed))
             yield job, made_up(job)
@@ -68,9 +69,12 @@ def test_a_line_cut_short_by_a_kill_is_run_again(runs, tmp_path):
 def test_no_run_is_started_that_would_not_end_in_time(runs, tmp_path, monkeypatch):
     now = 0.0
 
-    def train_jobs(todo, device, stop, *, may_start, workers, watch, shared):
+    limits = []
+
+    def train_jobs(todo, device, stop, *, may_start, limit, **_):
         nonlocal now
         for job in itertools.takewhile(may_start, todo):
+            limits.append(limit(job))
             now += 25
             yield job, made_up(job, seconds=25)
 
@@ -80,6 +84,8 @@ def test_no_run_is_started_that_would_not_end_in_time(runs, tmp_path, monkeypatc
     assert [r["preset"] for r in found.records] == list(SUITES["table1"][:2])  # a third would end at 75 s
     assert [job.preset for job in found.left] == list(SUITES["table1"][2:])
     assert found.signal is None
+    assert limits == [60, None]  # how long a run takes is known from the first one on
+    assert [record["wall_seconds"] for record in found.records] == [25, 25]
     # Another process knows from the file how long a run takes.
     assert len(reproduce("table1", tmp_path, seeds=1, minutes=0.4, **TINY).records) == 2
     assert len(reproduce("table1", tmp_path, seeds=1, minutes=1, **TINY).records) == 4
@@ -220,6 +226,41 @@ def test_records_that_do_not_tell_how_long_they_took_to_start(tmp_path):
     record = made_up(job, 3.0)
     del record["setup_seconds"]
     assert suites._Clock([record]).expected(job) == 3.0
+
+
+def test_runs_side_by_side_are_not_counted_twice():
+    jobs = suites.plan("vit-tiny", 2, "digits", 1)
+    earlier = [made_up(job, 100.0) | {"at_once": 2} for job in jobs[:2]]
+    assert suites._Clock(earlier).left(jobs[2:]) == 100.0
+    assert suites._Clock(earlier).expected(jobs[2]) == 100.0  # from the start of one to its end
+
+
+def test_a_time_too_short_for_one_run_is_told_after_an_epoch(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"--minutes 0.01 is too short for a run: it would take about \d+ s here"):
+        reproduce("vit-tiny", tmp_path, seeds=1, minutes=0.01, workers=1, data="digits", epochs=1000)
+    assert time.monotonic() - began < 60
+    assert not (tmp_path / "runs.jsonl").exists()
+
+
+def test_a_limit_holds_from_the_first_evaluation_alone(monkeypatch):
+    seen, now = [], 100.0
+
+    class Listening(Silent):
+        def evaluated(self, row):
+            seen.append(row["epoch"])
+
+    monkeypatch.setattr(job_module.time, "monotonic", lambda: now)
+    limited = Limited(Listening(), 10, 50.0)
+    now = 112.0  # two seconds to build, ten of training
+    with pytest.raises(OutOfTime, match="102 s"):
+        limited.evaluated({"epoch": 1, "seconds": 10.0})
+    limited.evaluated({"epoch": 2, "seconds": 1000.0})
+    now = 100.0
+    limited = Limited(Listening(), 10, 50.0)
+    now = 104.0
+    limited.evaluated({"epoch": 2, "seconds": 4.0})
+    assert seen == [1, 2, 2]
 
 
 def test_runs_beside_other_work_do_not_tell_how_long_one_takes(tmp_path):

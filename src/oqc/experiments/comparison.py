@@ -12,6 +12,8 @@ from typing import Any
 from oqc.analysis import SEPARATION
 from oqc.experiments import published
 from oqc.experiments.claims import AFBO, CLAIMS, COMPLEMENTS
+from oqc.experiments.presets import PRESETS
+from oqc.experiments.suites import SUITES
 from oqc.report import Record, rows
 from oqc.report.paper_figures import Point, Values
 from oqc.report.provenance import config_of, protocol_of
@@ -19,15 +21,18 @@ from oqc.report.records import speed_of
 from oqc.report.statistics import Claim, Finding, Pending, assess_all
 
 DATA = "cifar100"  # what the claims are about
+SCHEDULES = frozenset(SUITES["calibration"]) - {AFBO}  # presets that differ from the baseline in their epochs alone
 
 
 @dataclass(frozen=True)
 class Comparison:
     """`frozen` are the records trained as the baseline was: they alone bear on claims, and all of them on the variance.
-    `rows` is by preset, `findings` by claim."""
+    `rows` is by preset, of these and of the calibration; `findings` by claim. `left_out` are the rest: runs of another
+    schedule, or of another model than their preset's."""
 
     records: Sequence[Record]
     frozen: Sequence[Record]
+    left_out: Sequence[Record]
     rows: dict[str, dict[str, Any]]
     findings: dict[Claim, Finding | Pending]
 
@@ -45,21 +50,15 @@ class Comparison:
 
 def compare(records: Sequence[Record]) -> Comparison:
     frozen = _frozen(records)
-    outcomes = assess_all(CLAIMS, _speeds_of_one_version(frozen))
+    of_protocol = set(map(id, frozen))
+    kept = [id(record) in of_protocol or record["preset"] in SCHEDULES for record in records]
     return Comparison(
-        records, frozen, {row["preset"]: row for row in rows(records)}, dict(zip(CLAIMS, outcomes, strict=True))
+        records,
+        frozen,
+        [record for record, told in zip(records, kept, strict=True) if not told],
+        {row["preset"]: row for row in rows(list(itertools.compress(records, kept)))},
+        dict(zip(CLAIMS, assess_all(CLAIMS, frozen), strict=True)),
     )
-
-
-def _speeds_of_one_version(records: Sequence[Record]) -> list[Record]:
-    """The records with speeds by that version of the code which trained most of them: another's differ by more than
-    chance."""
-    commits = Counter(record["environment"].get("commit") for record in records if speed_of(record))
-    chosen = commits.most_common(1)[0][0] if commits else None
-    return [
-        record | {"images_per_s": speed_of(record) if record["environment"].get("commit") == chosen else None}
-        for record in records
-    ]
 
 
 def _speeds(records: Sequence[Record], preset: str) -> dict[str | None, float]:
@@ -73,7 +72,7 @@ def _speeds(records: Sequence[Record], preset: str) -> dict[str | None, float]:
 
 
 def _frozen(records: Sequence[Record]) -> list[Record]:
-    """The runs trained as AFBO+PR was; without it, as most were."""
+    """The runs of their preset's own model, trained as AFBO+PR was; without it, as most were."""
     protocols = [protocol_of(config_of(record)) for record in records]
     of_baseline = {one for one, record in zip(protocols, records, strict=True) if record["preset"] == AFBO}
     if len(of_baseline) > 1:
@@ -81,7 +80,8 @@ def _frozen(records: Sequence[Record]) -> list[Record]:
     if not records:
         return []
     frozen = of_baseline.pop() if of_baseline else Counter(protocols).most_common(1)[0][0]
-    return [record for one, record in zip(protocols, records, strict=True) if one == frozen]
+    kept = [record for one, record in zip(protocols, records, strict=True) if one == frozen]
+    return [record for record in kept if config_of(record).model == PRESETS[record["preset"]]().model]
 
 
 def published_value(place: str | None, row: str, metric: str = "best") -> published.Value | None:

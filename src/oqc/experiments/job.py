@@ -14,7 +14,7 @@ from oqc.config import Data, Run
 from oqc.data import Dataset, load
 from oqc.models import create_model
 from oqc.report import Record
-from oqc.train import Progress, Summary, Trainer, replay_rate
+from oqc.train import Progress, Row, Summary, Trainer, replay_rate
 
 ALONE = 60  # steps of a measurement
 
@@ -35,6 +35,28 @@ class Job:
 
 
 Outcome = tuple[Job, Record | str]  # the record, or why there is none
+
+
+class OutOfTime(RuntimeError):
+    """A run would take longer than it may."""
+
+
+class Limited:
+    """Tells another progress, and ends a run at its first evaluation if it would take more than `seconds` in all."""
+
+    def __init__(self, inner: Progress, epochs: int, seconds: float) -> None:
+        self.inner, self.epochs, self.seconds = inner, epochs, seconds
+        self.began: float | None = time.monotonic()
+        self.status, self.note = inner.status, inner.note
+
+    def evaluated(self, row: Row) -> None:
+        self.inner.evaluated(row)
+        if self.began is None:
+            return
+        whole = time.monotonic() - self.began + row["seconds"] * (self.epochs / row["epoch"] - 1)
+        self.began = None
+        if whole > self.seconds:
+            raise OutOfTime(f"it would take about {whole:.0f} s here")
 
 
 @functools.lru_cache(maxsize=2)

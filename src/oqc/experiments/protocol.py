@@ -2,8 +2,8 @@
 
 CIFAR-100: the paper gives AdamW, learning rate 2e-3, weight decay 0.05, batch 512, a short warmup and cosine decay, but
 neither epochs nor augmentation. Crop and flip, five epochs of warmup and clipping at 1.0 are our choice from the
-start. The number of epochs is calibrated on the AFBO+PR baseline alone: the shortest schedule whose mean best test
-accuracy is within 0.5 of the published 64.25 (`oqc reproduce calibration`: 45 and 50 epochs miss it, 60 match). No
+start. The number of epochs is calibrated on the AFBO+PR baseline alone: the shortest schedule tried whose mean best
+test accuracy is within 0.5 of the published 64.25 (`oqc reproduce calibration`: 45 and 50 epochs miss it, 60 match). No
 result of a complement entered that rule, and test accuracy is used for no other choice. Frozen since: whoever wants
 another schedule passes `--epochs` and a results folder of its own.
 """

@@ -1,7 +1,8 @@
 """The paper's numbers as data (arXiv 2604.09709), each with its place and the protocol it was measured under.
 
-The paper trained its ablations, mechanism study and decomposition with other schedules than its main table, so one
-model has several published accuracies: `difference` compares values of one protocol only.
+The paper notes that its ablations were not all trained as its main table was, and its mechanism study and decomposition
+have other accuracies of the same models: each of these is taken for a protocol of its own, and `difference` compares
+values of one protocol only. The rank sweep names its own starting point, the alternative designs none.
 
 A row is named as our models are: data set, host (AFBO where none is named), complement and rank, with the
 penultimate-residual readout unless it ends in `_nopr`. The paper states ranks for low-rank and for its sweep; the
@@ -19,7 +20,8 @@ from oqc.config import nearest
 
 @dataclass(frozen=True)
 class Value:
-    """One published number: mean over the paper's three seeds and its ± where given, `remark` where it needs one."""
+    """One published number, with its ± where given (accuracies are means over three seeds), and a `remark` where it
+    needs one."""
 
     place: str
     protocol: str
@@ -123,7 +125,7 @@ TABLE_4 = _table(
 
 RANK_SWEEP = _table(
     "rank sweep",
-    "cifar100 ablation",
+    "cifar100 rank sweep",
     ("best",),
     {
         "cifar100_afbo": (64.25,),
@@ -132,7 +134,7 @@ RANK_SWEEP = _table(
         "cifar100_full_r64": ((65.31, 0.17),),
     },
     {
-        ("cifar100_afbo", "best"): "table 1's baseline, which the paper holds its ablations against",
+        ("cifar100_afbo", "best"): "what the sweep is said to start from; equal to table 1's",
         ("cifar100_full_r16", "best"): "the text does not say which complement; the figure's caption says full",
         ("cifar100_full_r48", "best"): "the text does not say which complement; the figure's caption says full",
         ("cifar100_full_r64", "best"): "said to be full, which has 65.59 in table 1 and 65.18 in table 3",

@@ -23,15 +23,20 @@ from oqc.report.figures import COLORS, accuracy_over_epochs
 from oqc.report.files import write_whole
 from oqc.report.markdown import markdown_table, plural
 from oqc.report.provenance import config_of, environment_line, protocol_of, training_line
+from oqc.report.records import is_timed
 from oqc.report.statistics import Finding
 
 FIGURES = "figures"  # the folder beside the page
 MARK = "<!-- Written by `oqc report`; edits are lost. -->"
 CAPTIONS = {
-    "claims": "Each claim's difference with its 95% interval, turned so that the paper's side is on the right.",
-    "rank-sweep": "Gain by rank. Ours filled, with 95% intervals; the paper's hollow, with its ±.",
-    "pareto": "Gain against training throughput. Ours filled, with 95% intervals; the paper's hollow, with its ±.",
-    "mechanism": "The paper's mechanism figure. Ours filled, the paper's hollow; (b) has a panel for each.",
+    "claims": "Every claim on accuracy: the difference with its 95% interval, turned so that the paper's side is on the"
+    " right.",
+    "rank-sweep": "Gain by rank. Ours filled, with 95% intervals of the gain; the paper's hollow, with the ± of the"
+    " row.",
+    "pareto": "Gain against training throughput. Ours filled, with 95% intervals of the gain; the paper's hollow, with"
+    " the ± of the row.",
+    "mechanism": "The paper's mechanism figure. Ours filled, the paper's hollow; (b) has a panel for each, (c) is cut"
+    " at 0.",
     "accuracy": "Mean test accuracy by epoch; bands reach from the lowest to the highest seed.",
 }
 
@@ -39,9 +44,10 @@ CAPTIONS = {
 _TABLES = (
     "Best test accuracy over training in percent, as the paper reports it, mean ± standard deviation over the seeds;"
     " final is the mean after the last epoch. Gain is the seed-paired difference from AFBO+PR, where nothing else is"
-    " said. Speed is training throughput as a share of AFBO+PR's, so that two machines can be compared, and of AFBO+PR"
-    " trained by the same version of the code; the kernels grew faster between runs, so images/s of two rows may not be"
-    " comparable. The paper's parameters, images/s and speed stand in brackets.\n"
+    " said, over the seeds that both have, so it may differ from that of the means. Speed is training throughput as a"
+    " share of AFBO+PR's, so that two machines can be compared, and of AFBO+PR trained by the same version of the code;"
+    " the kernels grew faster between runs, so where there is no such run, no speed is given. The paper's parameters,"
+    " images/s and speed stand in brackets.\n"
 )
 _SMALL = (
     "The CIFAR-100 presets shrunk to 8 x 8 digits, width, depth and rank in proportion; names keep the rank of the full"
@@ -87,7 +93,7 @@ def results_page(records: Sequence[Record]) -> Page:
         findings.summary(of) + show.get("claims", ""),
         findings.negative(of),
         "## Tables\n",
-        _TABLES + _shared(of),
+        _TABLES + _shared(of) + _wall(of) + _left_out(of),
         *(suite_section(of, suite) for suite in SUITE_SECTIONS[:-2]),
         *(show[name] for name in ("rank-sweep", "pareto") if name in show),
         *(suite_section(of, suite) for suite in SUITE_SECTIONS[-2:]),
@@ -105,6 +111,24 @@ def results_page(records: Sequence[Record]) -> Page:
 def _shared(of: comparison.Comparison) -> str:
     count = sum(bool(record.get("shared_device")) for record in of.records)
     return f"\n{plural(count, 'run')} shared the device with other work: no speed counts them.\n" if count else ""
+
+
+def _wall(of: comparison.Comparison) -> str:
+    """What a suite takes beside its runs' own time: to build, compile, measure and write."""
+    timed = [record for record in of.records if "wall_seconds" in record and is_timed(record)]
+    if not timed:
+        return ""
+    own = sum(record["seconds"] / record.get("at_once", 1) for record in timed)
+    share = sum(record["wall_seconds"] for record in timed) / own
+    over = plural(len(timed), "run")
+    return f"\nThe suites took {share:.2f} times as long as their runs trained and evaluated, over {over}.\n"
+
+
+def _left_out(of: comparison.Comparison) -> str:
+    if not of.left_out:
+        return ""
+    named = ", ".join(f"{record['preset']} (seed {record['seed']})" for record in of.left_out)
+    return f"\nOf another schedule or another model than the others of their preset, and left out: {named}.\n"
 
 
 def _is_of_suites(record: Record) -> bool:

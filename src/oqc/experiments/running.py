@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from oqc.experiments.job import Built, Job, Outcome
+from oqc.experiments.job import Built, Job, Limited, Outcome
 from oqc.report import Record
 from oqc.train import Diverged, Progress, Silent, Trainer, replay_rate, train_many
 from oqc.train.environment import environment
@@ -36,11 +36,13 @@ def train_jobs(
     stop: StopRequest,
     *,
     may_start: Callable[[Job], bool] = lambda job: True,
+    limit: Callable[[Job], float | None] = lambda job: None,
     workers: int | None = None,
     watch: Callable[[Job], Progress] = lambda job: Silent(),
     shared: bool = False,
 ) -> Generator[Outcome, None, None]:
-    """Trains the jobs and gives each back as it ends. Asks before each whether it `may_start`; a no ends it all.
+    """Trains the jobs and gives each back as it ends. Asks before each whether it `may_start`; a no ends it all. Asks
+    too for a `limit` in seconds: a run that would take longer ends it all with `OutOfTime`, after its first epoch.
     `shared`: other work uses the device, so nothing is measured, and the records say so.
 
     A signal ends it too, without the runs under way: on a GPU with `Stopped`.
@@ -50,12 +52,16 @@ def train_jobs(
     del place["command"]  # it may hold paths; preset, seed and config say what was run
     if device.type == "cpu":
         place["threads"] = 1
-        outcomes = _in_processes(jobs, cpu_workers(workers), stop)
+        outcomes = _in_processes(jobs, limit, cpu_workers(workers), stop)
     else:
-        outcomes = _in_turn(jobs, todo, device, stop, watch, shared)
+        outcomes = _in_turn(jobs, todo, device, stop, lambda job: _limited(watch(job), job, limit(job)), shared)
     for job, found in outcomes:
         told = {"environment": place} | ({"shared_device": True} if shared else {})
         yield job, found if isinstance(found, str) else found | told
+
+
+def _limited(progress: Progress, job: Job, seconds: float | None) -> Progress:
+    return progress if seconds is None else Limited(progress, job.run.train.epochs, seconds)
 
 
 # On a GPU: everything in this process, so that data and libraries are loaded and kernels are compiled once.
@@ -155,7 +161,9 @@ def cpu_workers(given: int | None) -> int:
     return given or os.cpu_count() or 1
 
 
-def _in_processes(jobs: Iterator[Job], workers: int, stop: StopRequest) -> Iterator[Outcome]:
+def _in_processes(
+    jobs: Iterator[Job], limit: Callable[[Job], float | None], workers: int, stop: StopRequest
+) -> Iterator[Outcome]:
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     under_way: dict[Future[Any], Job] = {}
@@ -163,7 +171,7 @@ def _in_processes(jobs: Iterator[Job], workers: int, stop: StopRequest) -> Itera
         try:
             while stop.signal is None:
                 for job in itertools.islice(jobs, workers - len(under_way)):
-                    under_way[pool.submit(_work, job)] = job
+                    under_way[pool.submit(_work, job, limit(job))] = job
                 if not under_way:
                     return
                 for future in wait(under_way, timeout=0.5, return_when=FIRST_COMPLETED).done:
@@ -195,9 +203,9 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def _work(job: Job) -> Record | str:
+def _work(job: Job, seconds: float | None) -> Record | str:
     """One run in a worker. Signals are not caught, as `Trainer.fit` would: SIGTERM ends the process at once."""
-    built = Built(job, torch.device("cpu"), Silent())
+    built = Built(job, torch.device("cpu"), _limited(Silent(), job, seconds))
     steps = built.trainer.run(StopRequest())
     while True:
         try:

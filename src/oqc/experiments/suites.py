@@ -21,7 +21,7 @@ from oqc.config import Run, check_choice
 from oqc.data import load
 from oqc.experiments import presets, protocol
 from oqc.experiments.digits import on_digits
-from oqc.experiments.job import Job, without_root
+from oqc.experiments.job import Job, OutOfTime, without_root
 from oqc.experiments.running import cpu_workers, train_jobs
 from oqc.report import Record, append_record, read_records
 from oqc.report.files import check_folder
@@ -137,8 +137,9 @@ def reproduce(
 ) -> Result:
     """Runs what `results`/runs.jsonl lacks of a suite, and returns what there is then.
 
-    With `minutes` no run is started that would not end in time. SIGINT and SIGTERM drop the runs under way. A run that
-    diverges is passed over. `shared`: other work uses the device, and the records say so.
+    With `minutes` no run is started that would not end in time; before any is known, the first show it after their
+    first epoch, and a time that is too short for one is an error. SIGINT and SIGTERM drop the runs under way. A run
+    that diverges is passed over. `shared`: other work uses the device, and the records say so.
     """
     began, watch, own = time.monotonic(), watch or Unwatched(), find_device(device)
     jobs = plan(suite, seeds, data, epochs)
@@ -160,18 +161,28 @@ def reproduce(
         if todo:
             _load(todo[0].run)
 
+        def left() -> float | None:
+            return None if minutes is None else 60 * minutes - (time.monotonic() - began)
+
         def may_start(job: Job) -> bool:
-            fits = minutes is None or time.monotonic() - began + clock.expected(job) <= 60 * minutes
-            return fits and stop.signal is None
+            seconds = left()
+            return stop.signal is None and (seconds is None or (clock.expected(job) or 0.0) <= seconds)
+
+        def unknown(job: Job) -> float | None:
+            return left() if clock.expected(job) is None else None
 
         watch.begin(len(jobs) - len(todo), len(jobs), clock.left(todo))
-        outcomes = train_jobs(todo, own, stop, may_start=may_start, workers=workers, watch=watch.run, shared=shared)
+        options: dict[str, Any] = {"workers": workers, "watch": watch.run, "shared": shared}
+        outcomes = train_jobs(todo, own, stop, may_start=may_start, limit=unknown, **options)
+        told = began
         with contextlib.closing(outcomes):  # whatever happens here, no run goes on behind it
             try:
                 for job, found in outcomes if todo else ():
                     if isinstance(found, str):
                         failed[job] = found
                     else:
+                        now = time.monotonic()
+                        found, told = found | {"wall_seconds": now - told}, now
                         append_record(path, found)
                         records[job.preset, job.seed] = found
                         clock.add(found)
@@ -179,6 +190,8 @@ def reproduce(
                     watch.end(job, found, clock.left(missing))
             except Stopped as end:
                 signal = end.signal
+            except OutOfTime as end:
+                raise ValueError(f"--minutes {minutes:g} is too short for a run: {end}") from None
     return Result(
         records=[records[job.preset, job.seed] for job in jobs if (job.preset, job.seed) in records],
         left=[job for job in jobs if (job.preset, job.seed) not in records],
@@ -247,25 +260,33 @@ class _Clock:
     def add(self, record: Record) -> None:
         self.own.append(record)
 
-    def expected(self, job: Job) -> float:
-        """Of one run, set-up included: the median of its preset, else of all; 0 where nothing is known."""
+    def expected(self, job: Job) -> float | None:
+        """Of one run, set-up included: the median of its preset, else of all; None where nothing is known."""
+        known = self._like(job)
+        return statistics.median(map(_spent, known)) if known else None
+
+    def _like(self, job: Job) -> list[Record]:
         known = self.own or self.earlier
-        known = [record for record in known if record["preset"] == job.preset] or known
-        return statistics.median(map(_spent, known)) if known else 0.0
+        return [record for record in known if record["preset"] == job.preset] or known
 
     def left(self, todo: Sequence[Job]) -> float | None:
         """For all of `todo`, by how many are under way at the same time: as told, or as this process has shown."""
         if not (self.own or self.earlier):
             return None
-        total = sum(self.expected(job) for job in todo)
         if self.side_by_side:
-            return total / self.side_by_side
+            return sum(self.expected(job) or 0.0 for job in todo) / self.side_by_side
+        total = sum(statistics.median(map(_share, self._like(job))) for job in todo)
         if not self.own:
             return total
-        spent = sum(map(_spent, self.own))
-        return total * (time.monotonic() - self.began) / spent
+        return total * (time.monotonic() - self.began) / sum(map(_share, self.own))
 
 
 def _spent(record: Record) -> float:
     seconds: float = record["seconds"] + record.get("setup_seconds", 0.0)
+    return seconds
+
+
+def _share(record: Record) -> float:
+    """Of the time that the device had for all runs under way at once."""
+    seconds: float = record["seconds"] / record.get("at_once", 1) + record.get("setup_seconds", 0.0)
     return seconds

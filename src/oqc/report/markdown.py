@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-FORMATS = {"best": ".2f", "images_per_s": ",.0f", "effective_rank": ".2f", "participation_ratio": ".2f"}
+FORMATS = {"best": ".2f", "effective_rank": ".2f", "participation_ratio": ".2f"}
 
 
 def number(value: float | None, form: str = ".2f") -> str:
@@ -42,8 +42,11 @@ def bound(value: float, form: str) -> str:
 
 
 def p_value(p: float) -> str:
-    """With a digit more where three would hide on which side of 0.05 it lies."""
-    return "< 0.001" if p < 0.001 else f"{p:.4f}" if f"{p:.3f}" == "0.050" else f"{p:.3f}"
+    """With more digits where three would hide on which side of 0.05 it lies."""
+    if p < 0.001:
+        return "< 0.001"
+    shown = (f"{p:.{digits}f}" for digits in range(3, 9))
+    return next((text for text in shown if float(text) != 0.05), "0.050")
 
 
 def plural(count: int, noun: str) -> str:

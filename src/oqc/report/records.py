@@ -3,8 +3,9 @@
 A record has `preset`, `seed`, `best`, `final` (test accuracy in percent), `parameters`, `images_per_s`, `per_epoch`
 (a list of test accuracies with their epoch), `mechanism` (the metrics of docs/metrics.md), `config` and `environment`;
 runs of a suite also have `seconds` (training and evaluation), `setup_seconds` (before it), `at_once`, how many runs
-shared the device, and on a GPU `images_per_s_alone`, of bare steps before the run, where nothing else used the device.
-`shared_device` says that other work used it meanwhile: the run's speed and seconds then stand in no table.
+shared the device, `wall_seconds`, what the suite took since the record before (or its start), and on a GPU
+`images_per_s_alone`, of bare steps before the run, where nothing else used the device. `shared_device` says that other
+work used it meanwhile: the run's speed and seconds then stand in no table. `note` says what was done by hand.
 """
 
 from __future__ import annotations
@@ -118,11 +119,12 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def speed_of(record: Record) -> float | None:
-    """The model's own training throughput: as measured alone, else the run's where it had the device to itself."""
+    """The model's own training throughput, as measured alone. A run on a GPU that lacks it trained beside another or
+    beside the compiler; on a CPU a run has its core to itself."""
     if record.get("shared_device"):
         return None
     alone: float | None = record.get("images_per_s_alone")
-    return record["images_per_s"] if alone is None and record.get("at_once", 1) == 1 else alone
+    return record["images_per_s"] if alone is None and record["environment"].get("device") != "cuda" else alone
 
 
 def is_timed(record: Record) -> bool:
