@@ -22,6 +22,7 @@ OURS = "our question"  # the place of what the paper does not ask
 
 AFBO, FULL, LOWRANK = "cifar100_afbo", "cifar100_full_r64", "cifar100_lowrank_r56"
 STATIC, DYNAMIC = "cifar100_static_r83", "cifar100_dynamic_r83"
+STATIC_CLOSED = "cifar100_static_r83_closed"  # whose gate starts as low-rank's does
 COMPLEMENTS = {"OQC full": FULL, "OQC-LR": LOWRANK, "OQC-static": STATIC, "OQC-dynamic": DYNAMIC}
 SHARED, UNPROJECTED, UNGATED = "cifar100_shared_r56", "cifar100_unprojected_r56", "cifar100_ungated_r56"
 AFBO_NOPR, LOWRANK_NOPR = "cifar100_afbo_nopr", "cifar100_lowrank_r56_nopr"
@@ -83,6 +84,12 @@ CAPACITY = tuple(
         _START if row == STATIC else _CAPACITY,
     )
     for (name, row), size in zip(COMPLEMENTS.items(), _WIDENED, strict=True)
+)
+
+_OTHER = "likely something else than the gate's start: what is left is the rank, which low-rank has lower"
+GATE_START = (
+    _asked("OQC-static does better from 0.12 than from 0.5", OURS, STATIC_CLOSED, STATIC, _OTHER),
+    _asked("OQC-static from 0.12 beats AFBO+PR", OURS, STATIC_CLOSED, AFBO, _OTHER),
 )
 
 _SWEEP = (
@@ -185,6 +192,7 @@ MECHANISM = (
 SECTIONS = {
     "Main table": MAIN,
     "Capacity": CAPACITY,
+    "Gate start": GATE_START,
     "Alternative designs": DESIGNS,
     "Decomposition": DECOMPOSITION,
     "Rank": RANK,

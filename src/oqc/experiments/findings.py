@@ -58,7 +58,8 @@ def summary(of: Comparison) -> str:
     text = f"## What holds\n\nThe paper's claims, {len(of_paper(of))} in all: {counts(of_paper(of))}."
     if sized:
         text += f" The published size lies in our interval for {sum(sized)} of {len(sized)}."
-    text += f" Questions of ours beside them, on capacity and other hosts, {len(of_ours(of))}: {counts(of_ours(of))}."
+    own = of_ours(of)
+    text += f" Questions of ours beside them, on capacity, static's gate and other hosts, {len(own)}: {counts(own)}."
     return f"{text}{after_correction(of)}\n\n{_RULE}\n\n{_positive(of)}{_one_model(of)}"
 
 

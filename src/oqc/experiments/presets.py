@@ -98,6 +98,14 @@ def cifar100_ungated_r56() -> Run:
     return _cifar100(FFN(complement="ungated", rank=56))
 
 
+def cifar100_static_r83_closed() -> Run:
+    """OQC-static, R 83, gate from 0.12: 7.59 M parameters. `oqc reproduce gate-start`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="static", rank=83, gate_init=-2.0))
+
+
 def cifar100_afbo_6_97m() -> Run:
     """AFBO+PR widened to full's size: 6.97 M parameters. `oqc reproduce capacity`. Paper: no such run.
 

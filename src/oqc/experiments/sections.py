@@ -38,6 +38,11 @@ SUITE_SECTIONS = (
         text="Our own control: the complements add parameters, so AFBO+PR is widened to the same counts.",
     ),
     Suite(
+        "Gate start",
+        "gate-start",
+        text="Our own control: of the two starts that the paper's words allow static's gate, the one not taken.",
+    ),
+    Suite(
         "Alternative designs",
         "designs",
         "alternative designs",
