@@ -20,8 +20,8 @@ from oqc.experiments.published import difference, value
 from oqc.experiments.results import Page, results_page
 from oqc.experiments.sections import NOT_RUN, is_calibrated, title_of
 from oqc.experiments.suites import RESULTS, SUITES
+from oqc.files import write_whole
 from oqc.report import Record, read_records, rows
-from oqc.report.files import write_whole
 from oqc.report.markdown import markdown_table, number, plural, signed, spread
 from oqc.report.provenance import machine_of
 from oqc.report.statistics import Finding

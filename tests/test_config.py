@@ -32,7 +32,7 @@ def test_override():
         ("trian.lr=1", "unknown field 'trian.lr'; did you mean 'train'"),
         ("train.epochs=ten", "train.epochs must be a whole number, got 'ten'"),
         ("data.flip=maybe", "data.flip must be true or false, got 'maybe'"),
-        ("train.epochs=0", "epochs must be more than 0, got 0"),
+        ("train.epochs=0", "epochs must be more than 0 and finite, got 0"),
         ("train.mode=fast", "mode must be one of auto, eager, compiled, graph, got 'fast'"),
         ("train.smoothing=1", "smoothing must be at least 0 and less than 1, got 1.0"),
         ("train.betas=0.9", "train.betas must be 2 numbers"),

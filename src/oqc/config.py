@@ -117,7 +117,7 @@ class Train:
     weight_decay: float = 0.05
     betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = 1e-8
-    warmup: float = 5.0  # epochs
+    warmup: float = 5.0  # epochs, at most half of them all
     clip: float = 1.0  # global gradient norm; 0: off
     smoothing: float = 0.0
     ema: float = 0.0  # decay of the averaged weights; 0: off
@@ -133,7 +133,7 @@ class Train:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch", "lr", "adam_eps", "eval_every", "nan_limit"):
             check_positive(name, getattr(self, name))
-        for name in ("weight_decay", "warmup", "clip"):
+        for name in ("weight_decay", "warmup", "clip", "seed"):
             check_not_negative(name, getattr(self, name))
         check_range("smoothing", self.smoothing, 0.0, 1.0)
         check_range("ema", self.ema, 0.0, 1.0)
@@ -167,12 +167,12 @@ def nearest(value: str, allowed: typing.Iterable[str]) -> str:
 
 def check_positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be more than 0, got {value}")
+        raise ValueError(f"{name} must be more than 0 and finite, got {value}")
 
 
 def check_not_negative(name: str, value: float) -> None:
     if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be 0 or more, got {value}")
+        raise ValueError(f"{name} must be 0 or more and finite, got {value}")
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:

@@ -44,6 +44,13 @@ def test_models_as_a_table():
     [
         (("models", "deep_vit_afbo_lowrnk_r56"), "did you mean 'deep_vit_afbo_lowrank_r56'"),
         (("train", "--data", "digits", "--host", "mpl", "--dry-run"), "host must be one of"),
+        (("train", "--data", "digits", "--seeds", "0,,1", "--dry-run"), "--seeds must be whole numbers"),
+        (("train", "--data", "digits", "--seeds", "0,-1", "--dry-run"), "--seeds must be 0 or more, got '0,-1'"),
+        (("train", "--data", "digits", "--set", "train.seed=-1", "--dry-run"), "seed must be 0 or more"),
+        (("train", "--data", "digits", "--root", "/tmp", "--epochs", "1"), "root is not for digits"),
+        (("data", "prepare", "digits", "--root", "/tmp"), "root is not for digits, which come with scikit-learn"),
+        (("demo", "--out", "/dev/null/x"), "--out must be a folder that can be written, but /dev/null is a file"),
+        (("train", "--data", "digits", "--out", "/dev/null/x"), "must be a folder that can be written, but /dev/null"),
         (("train", "--data", "digits", "--complement", "ful", "--dry-run"), "did you mean 'full'"),
         (("train", "--data", "digits", "--model", "deep_vit_afo", "--dry-run"), "did you mean 'deep_vit_afbo'"),
         (("train", "--data", "digits", "--set", "model.heads=7", "--dry-run"), "heads must divide width, got heads 7"),

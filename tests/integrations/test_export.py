@@ -160,3 +160,17 @@ def test_command_refuses(run, tmp_path):
         export(tmp_path / "nothing", to="onnx")
     with pytest.raises(ValueError, match="has no checkpoint of kind best"):
         export(run[0], to="onnx", checkpoint="best")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "input.json"])
+def test_command_leaves_files_of_others(run, tmp_path, name):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"has a {name} that oqc export did not write; name another folder"):
+        export(run[0], to="safetensors", out=mine)
+    assert (mine / name).read_text() == "{}"
+    with pytest.raises(ValueError, match=r"--out must be a folder that can be written, but .* is a file"):
+        export(run[0], to="onnx", out=mine / name)
+    export(run[0], to="safetensors", out=tmp_path / "ours")
+    export(run[0], to="safetensors", out=tmp_path / "ours", fold=True)  # an earlier export may be replaced

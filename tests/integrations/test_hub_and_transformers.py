@@ -177,3 +177,38 @@ def test_push_and_pull(tmp_path, monkeypatch):
     twin = HubDeepViT.from_pretrained("someone/deep-vit", revision="v1")
     assert specification(twin) == specification(model)
     assert torch.equal(twin(X), model(X))
+
+
+def test_a_plain_model_with_an_injected_ones_config_is_told_what_to_do(tmp_path):
+    config = transformers.ViTConfig(**VISION, num_labels=5)
+    inject(transformers.ViTForImageClassification(config), "lowrank", rank=4)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no weights for .*take the oqc entry out of config.json"):
+        ours.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_a_part_that_has_a_copy_of_the_config(tmp_path):
+    decoder = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
+    config = transformers.ViTMAEConfig(**VISION, **decoder, decoder_intermediate_size=32)
+    model = transformers.ViTMAEForPreTraining(config)
+    inject(model, "lowrank", rank=4)
+    randomised(model).save_pretrained(tmp_path)
+    noise = torch.rand(2, 16, generator=torch.Generator().manual_seed(0))
+    for twin in (ours.from_pretrained(tmp_path), load(tmp_path)):
+        assert specification(twin) == specification(model)
+        assert torch.equal(twin(X, noise=noise).logits, model(X, noise=noise).logits)
+
+
+def test_where_the_files_are_is_told_for_the_config_too(tmp_path, monkeypatch):
+    vit().save_pretrained(tmp_path / "inner")
+    asked = []
+    read = transformers.AutoConfig.from_pretrained
+
+    def from_pretrained(path, **options):
+        asked.append(options)
+        return read(path, **options)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    ours.from_pretrained(tmp_path, subfolder="inner", local_files_only=True, dtype=torch.float32)
+    assert asked == [{"subfolder": "inner", "local_files_only": True}]

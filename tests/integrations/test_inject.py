@@ -181,8 +181,12 @@ def injected():
         (vit, {"blocks": ["blocks.0.mlp"]}, "blocks must be .*, got .'blocks.0.mlp'"),
         (vit, {"rank": 4.0}, "rank must be a whole number, got 4.0"),
         (vit, {"rank": "8"}, "rank must be a whole number, got '8'"),
-        (vit, {"gate_init": "a"}, "gate_init must be a number, got 'a'"),
-        (vit, {"eps": -1.0}, "eps must be more than 0, got -1.0"),
+        (vit, {"gate_init": "a"}, "gate_init must be a finite number, got 'a'"),
+        (vit, {"gate_init": float("nan")}, "gate_init must be a finite number, got nan"),
+        (vit, {"seed": -1}, "seed must be a whole number from 0 on, got -1"),
+        (vit, {"seed": 1.5}, "seed must be a whole number from 0 on, got 1.5"),
+        (vit, {"example": torch.zeros(1, 3, 5, 5)}, r"example of shape \[1, 3, 5, 5\] does not run through"),
+        (vit, {"eps": -1.0}, "eps must be more than 0 and finite, got -1.0"),
         (vit, {"rank": 129}, "rank must be from 1 to the hidden width 128 of blocks.0.mlp, got 129"),
         (vit, {"rank": 0}, "rank must be from 1"),
         (vit, {"complement": "none"}, "complement must be one of full"),
@@ -319,3 +323,50 @@ def test_a_part_of_the_branch_in_a_checkpoint_is_an_error():
     del state["blocks.1.mlp.complement.u.weight"]
     with pytest.raises(RuntimeError, match=r"Missing key.*blocks.1.mlp.complement.u.weight"):
         model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [Functional, Normed, sequential])
+def test_generic_networks_are_given_back(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), make()).eval()
+    x = torch.randn(2, 5, 16)
+    before, names = model(x), list(model.state_dict())
+    for _ in range(2):
+        inject(model, rank=4, init="paper")
+        assert not torch.equal(model(x), before)
+        remove(model)
+        assert torch.equal(model(x), before)
+        assert list(model.state_dict()) == names
+
+
+class Chosen(nn.Module):
+    """Its activation is a function it was given."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.fc1, self.fc2, self.f = nn.Linear(16, 32), nn.Linear(32, 16), act
+
+    def forward(self, x):
+        return self.fc2(self.f(self.fc1(x)))
+
+
+def test_networks_that_differ_in_a_function_are_told_apart():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Chosen(F.relu), Chosen(F.silu), Chosen(F.relu)), torch.randn(2, 5, 16)
+    before = model(x)
+    assert len(inject(model, rank=4).replaced) == 3
+    assert torch.equal(model(x), before)
+
+
+def test_a_forward_replaced_on_the_object_is_left_alone():
+    """As accelerate's hooks do: the class's forward, which injection changes, would not run."""
+    model = nn.Sequential(Chosen(F.relu), Chosen(F.relu))
+    inner = model[0].forward
+    model[0].forward = lambda x: inner(x)
+    report = inject(model, rank=4)
+    assert [one.path for one in report.replaced] == ["1"]
+    assert "its forward was replaced on the object" in str(report)
+    remove(model)
+    model[1].forward = model[0].forward
+    with pytest.raises(ValueError, match="its forward was replaced on the object"):
+        inject(model, rank=4)

@@ -152,6 +152,10 @@ def base(path, **fields):
     change(path, base=json.loads(path.read_text())["base"] | fields)
 
 
+def injection(path, **fields):
+    change(path, injection=json.loads(path.read_text())["injection"] | fields)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -170,6 +174,12 @@ def base(path, **fields):
         (lambda f: base(f / "oqc.json", name="hf-hub:someone/model"), "timm has no model 'hf-hub:someone/model'"),
         (lambda f: base(f / "oqc.json", arguments={"pretrained": True}), "arguments must not have 'pretrained'"),
         (lambda f: base(f / "oqc.json", library="transformers", name="pipeline"), "has no model class 'pipeline'"),
+        (lambda f: base(f / "oqc.json", arguments=5), "oqc.json tells of no model that can be built"),
+        (lambda f: base(f / "oqc.json", arguments={"foo": 1}), "oqc.json tells of no model that can be built"),
+        (lambda f: change(f / "oqc.json", tied=[1]), "oqc.json is damaged: tied must name tensors of"),
+        (lambda f: change(f / "oqc.json", tied={"head.weight": "x"}), "oqc.json is damaged: tied must name tensors of"),
+        (lambda f: injection(f / "oqc.json", modules=3), "oqc.json tells of no model that can be built"),
+        (lambda f: injection(f / "oqc.json", rank=2), "does not fit the model in oqc.json"),
     ],
 )
 def test_damage_and_trickery_are_named(tmp_path, damage, message):
@@ -196,3 +206,48 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     monkeypatch.undo()
     with torch.no_grad():
         assert torch.equal(load(tmp_path)(X), y)
+
+
+def test_a_file_of_somebody_else_stays(tmp_path):
+    (tmp_path / "model.safetensors").write_text("mine")
+    with pytest.raises(ValueError, match=r"has a model.safetensors that oqc.save did not write; name another folder"):
+        save(vit(), tmp_path, arguments=ARGUMENTS)
+    with pytest.raises(ValueError, match=r"path must be a folder that can be written, but .* is a file"):
+        save(vit(), tmp_path / "model.safetensors" / "inner", arguments=ARGUMENTS)
+    assert (tmp_path / "model.safetensors").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@torch.no_grad()
+def test_a_new_host_in_a_folded_model_is_followed(tmp_path):
+    """M = W O is of the old W: a checkpoint without the branch undoes the folding."""
+    model, other = vit(), vit()
+    for parameter in other.parameters():
+        parameter.add_(0.1)
+    host = {name: value for name, value in other.state_dict().items() if ".complement." not in name}
+    fold(model)
+    model.load_state_dict(host)
+    plain = vit()
+    plain.load_state_dict(host)
+    assert torch.equal(model(X), plain(X))
+
+
+@torch.no_grad()
+def test_hooks_run_in_a_folded_model():
+    model = fold(vit())
+    seen = []
+    model.blocks[0].mlp.fc2.register_forward_hook(lambda module, given, out: seen.append("fc2"))
+    model.blocks[1].mlp.complement.lift.register_forward_hook(lambda module, given, out: seen.append("lift"))
+    model(X)
+    assert seen == ["fc2", "lift"]
+
+
+@torch.no_grad()
+def test_a_buffer_that_grew_in_a_forward(tmp_path):
+    torch.manual_seed(0)
+    options = {"embed_dim": 24, "depth": 2, "num_heads": 2, "img_size": 32, "num_classes": 5}
+    model = timm.create_model("convit_tiny", **options).eval()
+    y = model(X)
+    inject(model, rank=4)
+    save(model, tmp_path, arguments=options)
+    torch.testing.assert_close(load(tmp_path)(X), y)

@@ -268,3 +268,23 @@ def test_meta_device():
     module = OQCFFN(16, 24, complement="lowrank", rank=4, device="meta")
     assert all(p.is_meta for p in module.parameters())
     assert isinstance(module.complement, Complement)
+
+
+@pytest.mark.parametrize("complement", ["none", "lowrank"])
+def test_dropout_between_acts_by_its_own_mode(complement):
+    ffn = OQCFFN(8, 16, drop=0.5, complement=complement, rank=4).eval()
+    x = torch.randn(2, 5, 8)
+    assert torch.equal(ffn(x), ffn(x))
+    ffn.host.drop1.train()  # Monte Carlo dropout
+    assert not torch.equal(ffn(x), ffn(x))
+    ffn.train()
+    ffn.host.drop1, ffn.host.drop2 = nn.Identity(), nn.Identity()
+    assert torch.equal(ffn(x), ffn(x))
+    ffn.host.drop1.register_forward_hook(lambda module, given, out: 0 * out)
+    assert torch.allclose(ffn(x), ffn.host.fc2.bias.expand(2, 5, 8))
+
+
+def test_a_device_given_by_number_is_one():
+    """0 is the first GPU, not nothing."""
+    with pytest.raises((AssertionError, RuntimeError)):  # as PyTorch says that it is not there
+        Complement("lowrank", 8, 16, 4, device=torch.cuda.device_count())

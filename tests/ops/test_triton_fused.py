@@ -256,7 +256,9 @@ def test_elsewhere_the_gram_matrix_stays_in_full_precision(rank: int, dtype: tor
     assert layout.gram_of(stack, exact, layout.Form(rank=rank, space="none")).dtype == torch.float32
 
 
-@pytest.mark.parametrize(("complement", "rank"), [("lowrank", 2), ("equation", 2), ("equation", 3), ("dynamic", 5)])
+@pytest.mark.parametrize(
+    ("complement", "rank"), [("lowrank", 1), ("lowrank", 2), ("equation", 2), ("equation", 3), ("dynamic", 5)]
+)
 def test_in_few_dimensions_the_kernels_lose_no_more_than_the_plain_form(complement: str, rank: int) -> None:
     """There q is often nearly parallel to m, and what is left of it a small difference."""
     torch.manual_seed(0)
@@ -300,3 +302,82 @@ def test_a_residual_is_added_as_pytorch_adds_it(complement: str) -> None:
     ffn.host.drop2.eval()
     ffn.host.drop2.register_forward_hook(lambda module, given, out: out * 0)
     assert torch.equal(ffn(x, residual=residual), residual)
+
+
+@pytest.mark.parametrize("host", ["mlp", "afbo"])
+@pytest.mark.parametrize("complement", ["none", "lowrank", "full"])
+def test_biases_and_depthwise_maps_of_any_layout(host: str, complement: str) -> None:
+    """Kernels read them from their address on: what is strided, expanded or transposed must not be taken as it lies."""
+    ffn = OQCFFN(16, 24, host=host, complement=complement, rank=5, backend="triton").to(DEVICE)
+    strange = {"host.fc2.bias": torch.randn(32, device=DEVICE)[::2]}
+    if host == "afbo":
+        strange |= {
+            "host.spatial_a.bias": torch.randn(1, device=DEVICE).expand(24),
+            "host.spatial_b.bias": torch.randn(24, 2, device=DEVICE)[:, 1],
+            "host.spatial_a.weight": torch.randn(24, 1, 3, 3, device=DEVICE).transpose(2, 3),
+            "host.spatial_b.weight": torch.randn(1, 1, 3, 3, device=DEVICE).expand(24, 1, 3, 3),
+        }
+    given = [item.requires_grad_() for item in strange.values()]
+    x = torch.randn(2, 9, 16, device=DEVICE)
+
+    def found(backend: str) -> list[Tensor]:
+        ffn.backend = backend
+        y = torch.func.functional_call(ffn, dict(zip(strange, given, strict=True)), (x,))
+        return [y, *torch.autograd.grad(y.square().sum(), given)]
+
+    for ours_, truth in zip(found("triton"), found("reference"), strict=True):
+        torch.testing.assert_close(ours_, truth, rtol=1e-4, atol=1e-4)
+
+
+def _convolution(**options: Any) -> torch.nn.Conv2d:
+    return torch.nn.Conv2d(24, 24, **({"kernel_size": 3, "padding": 1, "groups": 24} | options))
+
+
+@pytest.mark.parametrize("complement", ["none", "lowrank"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": False},
+        {"dilation": 2, "padding": 2},
+        {"padding_mode": "circular"},
+        {"kernel_size": 5, "padding": 2},
+        {"groups": 1},
+    ],
+    ids=str,
+)
+def test_other_convolutions_in_the_place_of_afbos(options: dict[str, Any], complement: str) -> None:
+    ffn = OQCFFN(16, 24, host="afbo", complement=complement, rank=5, backend="triton").to(DEVICE)
+    x = torch.randn(2, 16, 16, device=DEVICE)
+    assert ffn._is_one_operator(x)
+    for name in ("spatial_a", "spatial_b"):
+        before = getattr(ffn.host, name)
+        setattr(ffn.host, name, _convolution(**options).to(DEVICE))
+        ffn.backend = "triton"
+        y = ffn(x)
+        ffn.backend = "reference"
+        torch.testing.assert_close(y, ffn(x), rtol=1e-4, atol=1e-5)
+        setattr(ffn.host, name, before)
+
+
+@pytest.mark.parametrize("host", ["mlp", "afbo"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_forward_mode_differentiation(host: str, grad: bool) -> None:
+    import torch.autograd.forward_ad as forward_ad
+
+    ffn = OQCFFN(8, 12, host=host, rank=3, backend="triton").to(DEVICE)
+    x, direction = torch.randn(2, 2, 4, 8, device=DEVICE)
+    with torch.set_grad_enabled(grad), forward_ad.dual_level():
+        tangents = []
+        for backend in ("triton", "torch"):
+            ffn.backend = backend
+            tangents.append(forward_ad.unpack_dual(ffn(forward_ad.make_dual(x, direction))).tangent)
+    assert tangents[0] is not None
+    torch.testing.assert_close(*tangents)
+
+
+def test_a_square_grid_of_any_number_of_tokens_compiles_whole() -> None:
+    ffn = OQCFFN(8, 16, host="afbo", rank=4, backend="torch").to(DEVICE)
+    compiled = torch.compile(ffn, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (4, 9, 16):
+        x = torch.randn(2, tokens, 8, device=DEVICE)
+        torch.testing.assert_close(compiled(x), ffn(x))

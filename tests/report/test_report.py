@@ -3,8 +3,8 @@ import re
 
 import pytest
 
+from oqc.files import write_whole
 from oqc.report import append_record, read_records, rows, table
-from oqc.report.files import write_whole
 from oqc.report.page import write_page
 
 

@@ -96,6 +96,9 @@ def test_dry_run_prints_the_resolved_config_and_writes_nothing(tmp_path: Path, m
     assert config["model"]["image_size"] == 64
     assert (config["train"]["lr"], config["train"]["ema"], config["model"]["ffn"]["host"]) == (1e-3, 0.9, "mlp")
     assert list(tmp_path.iterdir()) == []
+    several = oqc("train", "--data", "digits", "--seeds", "7,8", "--dry-run")
+    assert [one["train"]["seed"] for one in json.loads(several.stdout)] == [7, 8]
+    assert json.loads(oqc("train", "--data", "digits", "--seeds", "7", "--dry-run").stdout)["train"]["seed"] == 7
     chosen = oqc("train", "--model", "deep_vit_afbo_lowrank_r56", "--set", "model.num_classes=7", "--dry-run")
     assert json.loads(chosen.output)["model"]["num_classes"] == 7
     assert json.loads(chosen.output)["model"]["ffn"]["complement"] == "lowrank"

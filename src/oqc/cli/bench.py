@@ -15,8 +15,10 @@ from rich.table import Table
 from oqc import config as configs
 from oqc import ops
 from oqc.experiments import bench as experiment
+from oqc.experiments.comparison import published_speed
+from oqc.files import check_folder, write_whole
+from oqc.models.registry import MAIN, RANKS
 from oqc.report.figures import throughput
-from oqc.report.files import check_folder, write_whole
 from oqc.train import find_device
 from oqc.train.environment import environment
 
@@ -74,6 +76,8 @@ def bench(
         todo += experiment.cases(*([part] for part in parts), base=base)
     ran = [dataclasses.replace(one, backend=ops.what_runs(one.backend, own)) for one in todo]
     todo = list(dict.fromkeys(ran))  # each once, under the name of what runs here
+    if not cuda and any(one.mode == "graph" for one in todo):
+        raise ValueError(f"modes: graph needs a CUDA device, got device {own}; use eager or compiled")
     if out is not None:
         if out.exists():
             raise ValueError(f"--out {out} exists; name a new file")
@@ -99,7 +103,8 @@ def bench(
     if out is not None:
         write_whole(out, json.dumps({"environment": environment(own), "rows": rows}, indent=1) + "\n")
         if importlib.util.find_spec("matplotlib"):
-            write_whole(figure, throughput(rows))
+            paper = {name: published_speed(f"cifar100_{name}_r{RANKS[name]}") for name in MAIN}
+            write_whole(figure, throughput(rows, {name: share for name, share in paper.items() if share}))
 
 
 def _split(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:

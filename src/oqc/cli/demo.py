@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from oqc.experiments import demo as experiment
+from oqc.files import check_folder
 from oqc.report import Record, rows, table
 from oqc.report.markdown import plural
 
@@ -88,6 +89,7 @@ def _free_folder(out: Path | None) -> Path:
     if out is not None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"--out {out} exists and is not an empty folder")
+        check_folder("--out", out)
         return out
     candidates = (Path("runs") / (f"demo-{n}" if n > 1 else "demo") for n in range(1, 10_000))
     return next(path for path in candidates if not path.exists())

@@ -10,12 +10,14 @@ import torch
 import typer
 
 from oqc import config as configs
+from oqc.files import check_folder, write_whole
 from oqc.integrations.export import to_onnx, to_torch_export
 from oqc.integrations.folding import fold as fold_model
 from oqc.integrations.saving import TENSORS, save
 from oqc.models import create_model
 from oqc.train import RunFolder, load_weights
 
+INPUT, FIELDS = "input.json", {"shape", "range", "mean", "std", "classes"}
 FILES = {"onnx": "model.onnx", "torch-export": "model.pt2", "safetensors": TENSORS}
 
 
@@ -30,15 +32,19 @@ def export(
     configs.check_choice("--to", to, FILES)
     folder = RunFolder(run)
     config = folder.config()
+    target = out or folder.path / "export"
+    path = target / FILES[to]
+    check_folder("--out", target)
+    for one in (path, target / INPUT):
+        if one.exists() and not _is_ours(target / INPUT):
+            raise ValueError(f"--out {target} has a {one.name} that oqc export did not write; name another folder")
     model = create_model(config.model, seed=config.train.seed)
     model.load_state_dict(load_weights(run, checkpoint))
     model.eval()
     if fold:
         fold_model(model)
-    target = out or folder.path / "export"
     target.mkdir(parents=True, exist_ok=True)
     shape = (config.model.channels, config.model.image_size, config.model.image_size)
-    path = target / FILES[to]
     if to == "safetensors":
         save(model, target)
     elif to == "onnx":
@@ -46,6 +52,15 @@ def export(
     else:
         to_torch_export(model, path, torch.zeros(1, *shape))
     data = folder.read("environment.json").get("data", {})
-    wanted = {"shape": shape, "range": [0, 1], "mean": data.get("mean"), "std": data.get("std")}
-    (target / "input.json").write_text(json.dumps({**wanted, "classes": data.get("classes")}, indent=1) + "\n")
+    wanted = {"shape": shape, "range": [0, 1], **{name: data.get(name) for name in ("mean", "std", "classes")}}
+    write_whole(target / INPUT, json.dumps(wanted, indent=1) + "\n")
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB, {checkpoint} weights{', folded' if fold else ''})")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this is the input.json of an earlier export."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.keys() == FIELDS

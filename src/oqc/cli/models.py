@@ -17,7 +17,7 @@ def models(
     pattern: Annotated[str, typer.Argument(help="Names to list; may have wildcards.")] = "*",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of objects.")] = False,
 ) -> None:
-    """List the models that create_model knows, with their parameter counts."""
+    """List the models that create_model knows, with their parameters, and which are in the paper's tables 1 and 2."""
     names = registry.list_models(pattern)
     if not names:
         raise ValueError(f"no model matches {pattern!r}{nearest(pattern, registry.MODELS)}")
@@ -40,7 +40,7 @@ def models(
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    table = Table("Model", "Image", "Classes", "Parameters", "In the paper", box=None)
+    table = Table("Model", "Image", "Classes", "Parameters", "Main tables", box=None)
     for column in (1, 2, 3):
         table.columns[column].justify = "right"
     for row in found:

@@ -10,8 +10,8 @@ import typer
 
 from oqc.experiments.results import FIGURES, results_page
 from oqc.experiments.suites import RESULTS
+from oqc.files import check_folder
 from oqc.report import read_records
-from oqc.report.files import check_folder
 
 
 def report(

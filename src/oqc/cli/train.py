@@ -73,7 +73,9 @@ def train(
     overwrite: Annotated[bool, typer.Option(help="Replace a run that is in the folder.")] = False,
     device: Device = None,
     tensorboard: Annotated[bool, typer.Option(help="Write event files for TensorBoard too.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Print the resolved config as JSON and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Print the resolved config (of several seeds, a list) and stop.")
+    ] = False,
 ) -> None:
     """Train a model; Ctrl-C saves and stops.
 
@@ -100,13 +102,14 @@ def train(
         runs = {path: RunFolder(path).config() for path in resume}
     else:
         run = resolve(preset, model, changes)
-        if dry_run:
-            typer.echo(json.dumps(configs.to_dict(run), indent=2))
-            return
         name = preset or model or _name(run)
         numbers = _seeds(seeds) if seeds is not None else [run.train.seed]
         each = [configs.override(run, [f"train.seed={number}"]) for number in numbers]
         runs = {_place(out, name, one, several=len(each) > 1): one for one in each}
+        if dry_run:
+            resolved = [configs.to_dict(one) for one in each]
+            typer.echo(json.dumps(resolved if len(resolved) > 1 else resolved[0], indent=2))
+            return
         for path in runs:
             RunFolder(path).check(overwrite=overwrite)
     # What cuBLAS takes on recent GPUs anyway; PyTorch wants it said before it calls results repeatable.
@@ -119,8 +122,8 @@ def train(
 
 def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[str, Any]) -> None:
     """Trains, shows, and turns what ends a run early into a message and an exit code."""
-    if at_once != "auto" and not at_once.isdecimal():
-        raise ValueError(f"--at-once must be auto or a number, got {at_once!r}")
+    if at_once != "auto" and not (at_once.isdecimal() and int(at_once)):
+        raise ValueError(f"--at-once must be auto or a number from 1 on, got {at_once!r}")
     datasets: dict[Data, Dataset] = {}
     make: list[Callable[[], Trainer]] = []
     try:
@@ -195,6 +198,8 @@ def _seeds(text: str) -> list[int]:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--seeds must be whole numbers with commas between them, got {text!r}") from None
+    if min(numbers) < 0:
+        raise ValueError(f"--seeds must be 0 or more, got {text!r}")
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"--seeds must differ, got {text!r}")
     return numbers

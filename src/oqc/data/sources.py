@@ -119,6 +119,8 @@ def prepare(name: str, root: str | None = None, image_size: int | None = None) -
 
 def _source(name: str, root: str | None, image_size: int | None) -> Source:
     if name == "digits":
+        if root is not None:
+            raise ValueError(f"root is not for digits, which come with scikit-learn; got {root}")
         return Source(name, "scikit-learn", {}, arrays.read_digits)
     base = Path(root or "").expanduser()
     if name in OFFICIAL:

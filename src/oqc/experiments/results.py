@@ -18,9 +18,9 @@ from oqc.experiments.sections import (
     suite_section,
 )
 from oqc.experiments.suites import SUITES
+from oqc.files import write_whole
 from oqc.report import Record, paper_figures, rows, table
 from oqc.report.figures import COLORS, accuracy_over_epochs
-from oqc.report.files import write_whole
 from oqc.report.markdown import markdown_table, plural
 from oqc.report.provenance import config_of, environment_line, protocol_of, training_line
 from oqc.report.records import is_timed

@@ -23,8 +23,8 @@ from oqc.experiments import presets, protocol
 from oqc.experiments.digits import on_digits
 from oqc.experiments.job import Job, OutOfTime, without_root
 from oqc.experiments.running import cpu_workers, train_jobs
+from oqc.files import check_folder
 from oqc.report import Record, append_record, read_records
-from oqc.report.files import check_folder
 from oqc.report.records import is_timed
 from oqc.train import Progress, RunFolder, Silent, Stopped, find_device
 from oqc.train.stopping import stop_on_signals

@@ -41,7 +41,7 @@ def describe(model: nn.Module, name: str | None = None, arguments: dict[str, Any
     try:
         merged = json.loads(json.dumps(merged))
     except TypeError as error:
-        raise ValueError(f"arguments must be numbers, text, lists and tables, got {arguments!r}") from error
+        raise ValueError(f"arguments must be numbers, text, lists and tables, got {merged!r}") from error
     return dataclasses.replace(derived, name=name or derived.name, arguments=merged)
 
 
@@ -76,7 +76,8 @@ def _settings(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if not name.startswith("_") and name not in _PASSING and _is_plain(value)
     }
-    weights = [*module._parameters.items(), *module._buffers.items()]
+    kept = {name: v for name, v in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    weights = [*module._parameters.items(), *kept.items()]
     return plain | {name: list(value.shape) for name, value in weights if value is not None}
 
 
@@ -132,7 +133,7 @@ def _describe_timm(model: nn.Module) -> Base:
     classifier = classifier[0] if isinstance(classifier, tuple) else classifier  # distilled models have two
     derived["num_classes"] = getattr(classifier, "out_features", getattr(model, "num_classes", None))
     taken = {name for cls in type(model).__mro__ for name in inspect.signature(cls.__init__).parameters}  # type: ignore[misc]
-    arguments = {key: value for key, value in derived.items() if value is not None and key in taken}
+    arguments = {key: v for key, v in derived.items() if v is not None and _is_plain(v) and key in taken}
     options = next((part.options for part in model.modules() if isinstance(part, OQCFFN)), None)
     return Base(library="timm", name=name, arguments=arguments, mlp_layer=options)
 
@@ -190,7 +191,10 @@ def _build_torchvision(base: Base) -> nn.Module:
     if base.name == "SwinTransformerV2":
         blocks = {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
         return models.SwinTransformer(**base.arguments, **blocks)
-    check_choice("torchvision model", base.name, models.list_models())
+    if base.name not in models.list_models():
+        raise ValueError(
+            f"torchvision has no model {base.name!r}; pass name= as torchvision.models.list_models() has it"
+        )
     return models.get_model(base.name, weights=None, **base.arguments)
 
 

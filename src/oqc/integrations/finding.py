@@ -52,6 +52,11 @@ def find(model: nn.Module) -> tuple[list[Found], list[Skipped]]:
             skipped += _mlps_of(path, module)
             inside = _within(path)
         elif _is_split(model, path, module) or _linear_pair(module):
+            if "forward" in vars(module):
+                reason = "its forward was replaced on the object (accelerate's hooks?): inject before that"
+                skipped.append(Skipped(path=path, reason=reason))
+                inside = _within(path)
+                continue
             layout = _recognise_once(module, _is_split(model, path, module), known)
             if layout is not None:
                 width, hidden = sizes(module, layout)
@@ -60,7 +65,7 @@ def find(model: nn.Module) -> tuple[list[Found], list[Skipped]]:
             else:
                 skipped.append(Skipped(path=path, reason=f"{type(module).__name__} computes something else"))
         elif _convolutional(module):
-            skipped.append(Skipped(path=path, reason="its maps are convolutions; build it with mlp_layer instead"))
+            skipped.append(Skipped(path=path, reason="its maps are convolutions"))
     return found, skipped
 
 
@@ -69,8 +74,10 @@ def _within(path: str) -> str:
 
 
 def _recognise_once(module: nn.Module, split: bool, known: dict[tuple[object, ...], Layout | None]) -> Layout | None:
-    """Blocks of one model are alike: equal class, children and settings have one layout."""
-    settings = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str))}
+    """Blocks of one model are alike: equal class, children, settings and functions have one layout."""
+    own = vars(module).items()
+    settings = {k: v for k, v in own if isinstance(v, (bool, int, float, str))}
+    settings |= {k: id(v) for k, v in own if callable(v)}
     key = (type(module), repr(module), repr(settings), split)
     if key not in known:
         known[key] = recognise(module, split)

@@ -8,6 +8,7 @@ its own class whose forward goes through the network's `Layout`. So its weights,
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -88,7 +89,7 @@ def inject(
     check_choice("complement", complement, KINDS)
     check_choice("init", init, INITS)
     check_choice("backend", backend, BACKENDS)
-    _check_numbers(model, rank, gate_init, eps)
+    _check_numbers(model, rank, gate_init, eps, seed)
     kind = type(model).__name__
     layer = quantised(model)
     if layer is not None:
@@ -123,7 +124,13 @@ def inject(
         skipped=tuple(skipped),
         left_out=len(found) - len(chosen),
     )
-    return report if example is None else report.measured(model, example)
+    if example is None:
+        return report
+    try:
+        return report.measured(model, example)
+    except Exception as error:
+        remove(model)
+        raise ValueError(f"example of shape {_shape(example)} does not run through {kind}: {error}") from error
 
 
 def remove(model: nn.Module) -> None:
@@ -135,8 +142,10 @@ def remove(model: nn.Module) -> None:
         if isinstance(module, OQCFFN):
             module.complement, module.backend = None, module.options["backend"]
         elif isinstance(module, Injected):
+            act = module.oqc_layout.activation(module)
+            if isinstance(act, nn.Module):
+                vars(act).pop("oqc_name", None)
             module.__class__ = module.oqc_base  # type: ignore[assignment]
-            vars(module.oqc_layout.activation(module)).pop("oqc_name", None)
             del module.complement, module.oqc_layout, module.oqc_backend
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "oqc"):
@@ -213,15 +222,22 @@ def _attach(one: Found, branch: Complement, backend: str) -> None:
     module.__class__ = injected_class(type(module))
 
 
-def _check_numbers(model: object, rank: object, gate_init: object, eps: object) -> None:
+def _check_numbers(model: object, rank: object, gate_init: object, eps: object, seed: object) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not _is_whole(rank):
         raise ValueError(f"rank must be a whole number, got {rank!r}")
     for name, value in (("gate_init", gate_init), ("eps", eps)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise ValueError(f"{name} must be a number, got {value!r}")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and math.isfinite(value)):  # type: ignore[arg-type]
+            raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if seed is not None and not (_is_whole(seed) and seed >= 0):  # type: ignore[operator]
+        raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
     check_positive("eps", eps)  # type: ignore[arg-type]
+
+
+def _shape(example: object) -> str:
+    return str(list(example.shape)) if isinstance(example, Tensor) else type(example).__name__
 
 
 def _is_whole(value: object) -> bool:
@@ -265,7 +281,8 @@ def _seed_of_now() -> int:
 
 
 def _record(model: nn.Module) -> None:
-    """Lets a transformers model's config tell of the injection, so that its own `save_pretrained` does."""
+    """Lets a transformers model's config tell of the injection, so that its own `save_pretrained` does, and that of a
+    larger model which it is a part of."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_diff_dict"):
         config.oqc = specification(model)

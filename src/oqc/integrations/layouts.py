@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from oqc.ops import acts
 from oqc.ops.plain import ACTIVATIONS
 from oqc.ops.reference import Map
 
@@ -65,7 +66,7 @@ class Layout:
     def project(self, module: nn.Module) -> Map:
         """The map from h on: the output projection itself, where nothing acts between h and it right now."""
         parts = module._modules
-        acting = [parts[name] for name in self.between if _acts(parts[name])]
+        acting = [parts[name] for name in self.between if acts(parts[name])]
         down = parts[self.down] if self.down is not None else None
         return down if down is not None and not acting else _Chain([*acting, down])
 
@@ -85,12 +86,6 @@ class _Chain:
         for module in self.modules:
             h = h if module is None else module(h)
         return h
-
-
-def _acts(part: nn.Module | None) -> bool:
-    if isinstance(part, nn.Dropout):
-        return part.training and part.p > 0
-    return not isinstance(part, nn.Identity)
 
 
 def sizes(module: nn.Module, layout: Layout) -> tuple[int, int]:

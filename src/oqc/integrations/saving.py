@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from oqc.files import check_folder, write_whole
 from oqc.integrations import bases
 from oqc.integrations.bases import Base
 from oqc.integrations.folding import fold, is_folded
@@ -35,6 +35,10 @@ def save(
     compared first; where its own attributes do not tell how it was made, `arguments` are what its constructor was
     given (timm: the keywords of `create_model`) and `name` is its name in its library.
     """
+    folder = Path(path)
+    check_folder("path", folder)
+    if (folder / TENSORS).exists() and not (folder / RECORD).exists():
+        raise ValueError(f"{folder} has a {TENSORS} that oqc.save did not write; name another folder")
     model = _unwrapped(model)
     sharded = next((name for name, p in model.named_parameters() if hasattr(p, "full_tensor")), None)
     if sharded is not None:
@@ -59,12 +63,8 @@ def save(
     tensors, tied = _distinct(model.state_dict())
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
     record |= {"tied": tied, "sha256": hashlib.sha256(data).hexdigest()}
-    folder = Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, not a folder to save to")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / TENSORS, data)
-    _write(folder / RECORD, (json.dumps(record, indent=1) + "\n").encode())
+    write_whole(folder / TENSORS, data)
+    write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
@@ -87,10 +87,20 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     if hashlib.sha256(data).hexdigest() != record["sha256"]:
         raise ValueError(f"{folder / TENSORS} is damaged: its digest is not the one in {RECORD}")
     tensors = safetensors.torch.load(data)
-    tensors |= {name: tensors[kept] for name, kept in record["tied"].items()}
-    model = _build(record, on_meta=False)
+    tensors |= {name: tensors[kept] for name, kept in _tied(record, tensors, folder / RECORD).items()}
+    try:
+        model = _build(record, on_meta=False)
+    except (AttributeError, LookupError, RuntimeError, TypeError) as error:  # whatever a library says of bad arguments
+        raise ValueError(f"{folder / RECORD} tells of no model that can be built: {error}") from error
     _fill(model, tensors, folder / TENSORS)
     return model.eval().to(device)
+
+
+def _tied(record: dict[str, Any], tensors: dict[str, Tensor], path: Path) -> dict[str, str]:
+    tied = record["tied"]
+    if not isinstance(tied, dict) or not all(kept in tensors for kept in tied.values()):
+        raise ValueError(f"{path} is damaged: tied must name tensors of {TENSORS}")
+    return tied
 
 
 def _build(record: dict[str, Any], on_meta: bool) -> nn.Module:
@@ -111,6 +121,9 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
         fault = f"has no {missing[0]!r}" if missing else f"has {unknown[0]!r}, which the model does not"
         raise ValueError(f"{path} does not fit the model in {RECORD}: it {fault}")
     for name, value in own.items():
+        if value.shape != tensors[name].shape:
+            shapes = f"{list(tensors[name].shape)}, where the model has {list(value.shape)}"
+            raise ValueError(f"{path} does not fit the model in {RECORD}: {name!r} is {shapes}")
         value.data = value.data.to(tensors[name].dtype)
     model.load_state_dict(tensors)
 
@@ -150,13 +163,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(base, dict) or not {"library", "name", "arguments"} <= base.keys() <= known:
         raise ValueError(f"{path} is damaged: its base model needs library, name and arguments")
     return record
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Replaces a file so that after a crash either the old or the new content is there."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from oqc.config import Model, check_choice
 from oqc.models import DeepViT, list_models, model_config
+from oqc.nn.ffn import fold_together
+from oqc.ops.fused import Folded
 
 
 class TimmDeepViT(DeepViT):
@@ -54,17 +57,22 @@ class TimmDeepViT(DeepViT):
         like: dict[str, Any] = {"device": self.pos_embed.device, "dtype": self.pos_embed.dtype}
         self.head = nn.Linear(self.num_features, num_classes, **like) if num_classes else nn.Identity()
 
-    def _run_block(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(block, x) if self.grad_checkpointing and self.training else block(x)
+    def _run_block(self, block: nn.Module, x: Tensor, folded: Folded | None = None) -> Tensor:
+        if self.grad_checkpointing and self.training:
+            return checkpoint(block, x)
+        return block(x) if folded is None else block(x, folded)
 
     def _read(self, last: Tensor, penultimate: Tensor) -> Tensor:
         return self.norm(last if self.readout is None else self.readout(last, penultimate))
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Tokens after readout and norm, [B, N, D]."""
+        folded: Sequence[Folded | None] = [None] * len(self.blocks)
+        if not (self.grad_checkpointing and self.training):
+            folded = fold_together([getattr(block, "ffn", None) for block in self.blocks], x)
         x = penultimate = self.embed(x)
-        for block in self.blocks:
-            penultimate, x = x, self._run_block(block, x)
+        for block, weights in zip(self.blocks, folded, strict=True):
+            penultimate, x = x, self._run_block(block, x, weights)
         return self._read(x, penultimate)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

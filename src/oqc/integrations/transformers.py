@@ -15,6 +15,9 @@ from torch import nn
 
 from oqc.integrations.injection import restore
 
+# Options that say where the files of a model are, for its config as for its weights.
+PLACE = ("revision", "token", "subfolder", "cache_dir", "local_files_only", "force_download", "proxies")
+
 
 def architecture(name: str) -> Any:
     """A model class by its name in transformers."""
@@ -29,7 +32,8 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
 
     `options` are transformers' own: `dtype`, `device_map`, `revision`, ...
     """
-    config = transformers.AutoConfig.from_pretrained(path)
+    where = {name: options[name] for name in PLACE if name in options}
+    config = transformers.AutoConfig.from_pretrained(path, **where)
     cls = architecture((config.architectures or [""])[0])
     if not any(hasattr(part, "oqc") for part in _configs(config)):
         raise ValueError(
@@ -44,22 +48,31 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     model, found = loader.from_pretrained(path, config=config, **options, output_loading_info=True)
     missing = sorted(name for name in found["missing_keys"] if ".complement." in name)
     if missing:
-        raise ValueError(f"{path} has no weights for {missing[0]}, which its config says were injected")
+        raise ValueError(
+            f"{path} has no weights for {missing[0]}, which its config says were injected; of a model that only shares"
+            " an injected one's config object, take the oqc entry out of config.json"
+        )
     model.__class__ = cls
     return model
 
 
 def _restore_all(model: nn.Module) -> None:
-    """A config may be held by several modules, one inside the other: the paths are of the one that was injected."""
+    """A config may be held by several modules, one inside the other: the paths are of the one that was injected. A part
+    of the model may have a copy of its config, which says nothing new."""
     holders: dict[int, list[Any]] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "oqc"):
             holders.setdefault(id(config), []).append(module)
+    restored: list[Any] = []
     for modules in holders.values():
         injection = modules[0].config.oqc
         named = set(injection.get("modules", ()))
-        restore(next((m for m in modules if named <= {path for path, _ in m.named_modules()}), modules[0]), injection)
+        holder = next((m for m in modules if named <= {path for path, _ in m.named_modules()}), None)
+        if holder is None and injection in restored:
+            continue
+        restore(holder or modules[0], injection)
+        restored.append(injection)
 
 
 def _configs(config: Any) -> list[Any]:

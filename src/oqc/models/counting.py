@@ -63,8 +63,8 @@ def floor_seconds(
         times * max(2 * tokens * n * k / flops_per_s, item * (tokens * (n + k) + n * k) / bytes_per_s)
         for n, k in products
     )
-    seconds += times * max(attention_flops / flops_per_s, 0.0)
-    seconds += (3 if training else 1) * item * tokens * sum(passes) / bytes_per_s
+    seconds += times * attention_flops / flops_per_s
+    seconds += times * item * tokens * sum(passes) / bytes_per_s
     seconds *= config.depth
     if training:
         seconds += 7 * 4 * parameters(config) / bytes_per_s

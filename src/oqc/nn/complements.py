@@ -8,6 +8,7 @@ before the gate: h = b + alpha * gate * delta is then b, and alpha has a gradien
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -71,7 +72,9 @@ class Complement(nn.Module):
         check_choice("init", init, INITS)
         if not 1 <= rank <= hidden:
             raise ValueError(f"rank must be from 1 to the hidden width {hidden}, got {rank}")
-        factory = {"device": device or torch.get_default_device(), "dtype": dtype}
+        if gate_init is not None and not math.isfinite(gate_init):
+            raise ValueError(f"gate_init must be a finite number, got {gate_init}")
+        factory = {"device": torch.get_default_device() if device is None else device, "dtype": dtype}
         self.name, self.kind, self.rank, self.init, self.eps = name, KINDS[name], rank, init, eps
         self.gate_init = self.kind.gate_init if gate_init is None else gate_init
         if not self.kind.shared:
@@ -110,7 +113,7 @@ class Complement(nn.Module):
     def forward(self, x: Tensor, maps: tuple[Tensor, ...], b: Tensor, out: Map, backend: str = "auto") -> Tensor:
         """out(b + gate * delta), for the host's input x, its maps of x, its hidden map b and its output projection."""
         kind, (u, v), gate = self.kind, self.branches(x, maps), self.gate(x)
-        if self.merged is not None and isinstance(out, nn.Linear):
+        if self.merged is not None and isinstance(out, nn.Linear) and ops.is_plain(out, self.lift, self.project):
             return ops.rankspace.output(
                 b,
                 u,
@@ -174,17 +177,10 @@ class Complement(nn.Module):
         return ops.fused.ffn_mix(x, maps, down.weight, down.bias, act=name, **self.fused_options(x))
 
     def fuses(self, x: Tensor, *layers: object) -> bool:
-        """Whether one operator can take these layers of the host and the branch's: plain ones, with their weights at
-        hand (not sharded) in x's dtype, or any under autocast."""
+        """Whether one operator can take these layers of the host, and the branch's."""
         if ops.has_hooks(self) or (self.alpha is not None and self.gate_map is not None):
             return False
-        every = [*layers, *self.children()]
-        if not ops.is_plain(*every):
-            return False
-        weights = [layer.weight for layer in every if isinstance(layer, (nn.Linear, nn.Conv2d))]
-        if not all(type(weight) in (Tensor, nn.Parameter) for weight in weights):
-            return False
-        return torch.is_autocast_enabled(x.device.type) or all(weight.dtype == x.dtype for weight in weights)
+        return ops.fits(x, *layers, *self.children())
 
     def fused_options(self, x: Tensor) -> dict[str, Any]:
         """The branch, as `ops.fused` takes it."""
@@ -217,6 +213,7 @@ class Complement(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not any(name.startswith(prefix) for name in state_dict):
+            self.gram = self.merged = None  # M = W O is of the old W
             state_dict.update(self.state_dict(prefix=prefix))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -144,16 +144,16 @@ class OQCFFN(nn.Module):
             return False
         if not ops.fused.chosen(self.backend, x, 0 if branch is None else branch.rank):
             return False
+        if not _are_depthwise(host.spatial_a, host.spatial_b):
+            return False
         layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
-        return ops.is_plain(*layers) if branch is None else branch.fuses(x, *layers)
+        return ops.fits(x, *layers) if branch is None else branch.fuses(x, *layers)
 
     def _adds(self, x: Tensor, residual: Tensor) -> bool:
         """Whether a kernel can add this residual: as large as the output, which nothing changes before the sum."""
         if self.complement is None or self.use_conv or residual.dtype != torch.float32:
             return False
-        drop = self.host.drop2
-        quiet = type(drop) is nn.Dropout and not (drop.training and drop.p > 0) and not ops.has_hooks(drop)
-        return quiet and residual.shape == (*x.shape[:-1], self.host.fc2.out_features)
+        return not ops.acts(self.host.drop2) and residual.shape == (*x.shape[:-1], self.host.fc2.out_features)
 
     def takes_half(self) -> bool:
         """Whether all that reads the input is a plain layer, for which autocast rounds it anyway."""
@@ -199,6 +199,19 @@ class OQCFFN(nn.Module):
         return f"host={self.host_name!r}, backend={self.backend!r}"
 
 
+def _are_depthwise(*convolutions: object) -> bool:
+    """Whether they are what AFBO's kernels compute: 3x3 maps of each channel with zeros around, all with a bias or
+    none. What somebody put in their place may be anything."""
+    for one in convolutions:
+        if not isinstance(one, nn.Conv2d) or one.padding_mode != "zeros":
+            return False
+        if (one.kernel_size, one.stride, one.padding, one.dilation) != ((3, 3), (1, 1), (1, 1), (1, 1)):
+            return False
+        if not one.groups == one.in_channels == one.out_channels:
+            return False
+    return len({getattr(one, "bias", None) is None for one in convolutions}) == 1
+
+
 def fold_together(modules: Sequence[object], x: Tensor) -> Sequence[ops.fused.Folded | None]:
     """What the fused kernels need of the weights alone, for layers of one kind in one launch instead of one each.
 
@@ -213,6 +226,8 @@ def fold_together(modules: Sequence[object], x: Tensor) -> Sequence[ops.fused.Fo
     if len(layers) < len(modules) or len(kinds) != 1 or not all(layer._is_one_operator(x) for layer in layers):
         return [None] * len(modules)
     weights = [layer.host.fc2.weight for layer in layers]
+    if any(weight.device != x.device for weight in weights):  # a model over several devices
+        return [None] * len(modules)
     projects = [None if branch.project is None else branch.project.weight for branch in branches]
     lifts = [branch.lift.weight for branch in branches]
     return ops.fused.fold(weights, lifts, projects, branches[0].kind.space, ops.fused.compute_dtype(x))

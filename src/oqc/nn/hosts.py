@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oqc.config import HOSTS, check_choice
-from oqc.ops import mark_activation
+from oqc.ops import acts, mark_activation
 from oqc.ops.plain import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
@@ -46,8 +46,8 @@ class Host(nn.Module):
         raise NotImplementedError
 
     def between(self) -> bool:
-        """Whether anything acts between the hidden map and fc2 right now: dropout in training, or a norm."""
-        return (self.training and self.drop1.p > 0) or not isinstance(self.norm, nn.Identity)
+        """Whether anything acts between the hidden map and fc2 right now: dropout in training, a norm, a hook."""
+        return acts(self.drop1) or acts(self.norm)
 
     def project(self, h: Tensor) -> Tensor:
         return self.fc2(self.norm(self.drop1(h)))
@@ -165,7 +165,7 @@ class AFBO(Host):
                     f" {self.prefix_tokens} needs {self.prefix_tokens + rows * columns}"
                 )
             return rows, columns
-        side = math.isqrt(max(tokens - self.prefix_tokens, 0))
+        side = int(max(tokens - self.prefix_tokens, 0) ** 0.5 + 0.5)  # math.isqrt takes no symbolic number of tokens
         if side == 0 or side * side != tokens - self.prefix_tokens:
             raise ValueError(
                 f"the input has {tokens} tokens, which is not a square grid plus prefix_tokens"

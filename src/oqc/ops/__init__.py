@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from oqc.config import BACKENDS, check_choice
 from oqc.ops import fused, operators, rankspace, reference
 from oqc.ops.attention import attention_in_use, self_attention
-from oqc.ops.modules import activation_in_use, activation_name, has_hooks, is_plain, mark_activation
+from oqc.ops.modules import activation_in_use, activation_name, acts, fits, has_hooks, is_plain, mark_activation
 from oqc.ops.norm import residual_norm
 from oqc.ops.reference import Map, Parts, Space
 from oqc.ops.streams import fork, join
@@ -25,8 +25,10 @@ __all__ = [
     "Space",
     "activation_in_use",
     "activation_name",
+    "acts",
     "attention_in_use",
     "ffn_output",
+    "fits",
     "fork",
     "fused",
     "has_hooks",

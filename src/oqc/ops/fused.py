@@ -30,6 +30,7 @@ from oqc.ops import operators
 from oqc.ops.layout import Form, gate_columns
 from oqc.ops.reference import Space, full_precision
 
+LEAST_RANK = 2  # of one dimension nothing is left but rounding, which kernels and equations do not share
 MOST_RANK = 128  # beyond it a block of tokens no longer fits a program's registers
 
 TokenGate = tuple[Tensor, Tensor | None]  # weight [1, D] and bias [1] of a gate per token
@@ -38,7 +39,8 @@ Folded = tuple[Tensor, Tensor]  # S in the compute dtype, and in fp32
 
 def chosen(backend: str, x: Tensor, rank: int = 0) -> bool:
     """Whether the fused operators are to run for x: wanted, and of a rank and dtype their kernels have."""
-    return rank <= MOST_RANK and compute_dtype(x) in operators.DTYPES and operators.wanted(backend, x)
+    fits = rank == 0 or LEAST_RANK <= rank <= MOST_RANK
+    return fits and compute_dtype(x) in operators.DTYPES and operators.wanted(backend, x)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -143,7 +145,8 @@ def _network(
         else:
             stack, exact = folded or fold([weight], [lift], [project], space, dtype)[0]
         rest = None if residual is None else residual.reshape(-1, residual.shape[-1])
-        inputs = (x.reshape(-1, x.shape[-1]).to(dtype), weight_in, bias_in, *taps, stack, exact, bias, value, rest)
+        tokens = x.reshape(-1, x.shape[-1]).to(dtype)
+        inputs = (tokens, weight_in, bias_in, *map(_whole, taps), stack, exact, _whole(bias), value, rest)
         form = Form(
             rank=rank,
             space="host" if lift is None else space,
@@ -181,7 +184,7 @@ def ffn_complement(
             *(_rows(item, dtype) for item in (u, v)),
             gate.float().reshape(()) if scalar else gate.float().expand(*b.shape[:-1], 1).reshape(-1),
             *fold([weight], [lift], [project], space, dtype)[0],
-            bias,
+            _whole(bias),
         )
         form = Form(
             rank=lift.shape[1],
@@ -202,6 +205,11 @@ def _stacked(items: Sequence[Tensor]) -> Tensor:
 def _zeros(like: Tensor, count: int) -> list[tuple[Tensor, None]]:
     """Rows of zeros as a piece of their own, if any: the gradient of a padded map would be copied once more."""
     return [(like.new_zeros(count, like.shape[1]), None)] if count else []
+
+
+def _whole(x: Tensor | None) -> Tensor | None:
+    """Contiguous: kernels read a bias or a depthwise map item by item from its address on."""
+    return None if x is None else x.contiguous()
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:

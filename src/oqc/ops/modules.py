@@ -24,6 +24,24 @@ def is_plain(*modules: object) -> bool:
     return True
 
 
+def fits(x: Tensor, *modules: object) -> bool:
+    """Whether operators can take these layers for x: plain ones, with their weights at hand (not sharded) in x's dtype,
+    or any under autocast."""
+    if not is_plain(*modules):
+        return False
+    weights = [layer.weight for layer in modules if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    if not all(type(weight) in (Tensor, nn.Parameter) for weight in weights):
+        return False
+    return torch.is_autocast_enabled(x.device.type) or all(weight.dtype == x.dtype for weight in weights)
+
+
+def acts(part: Any) -> bool:
+    """Whether a module does anything right now to what passes it, so that it cannot be left out."""
+    if has_hooks(part):
+        return True
+    return bool(part.training and part.p > 0) if type(part) is nn.Dropout else type(part) is not nn.Identity
+
+
 def has_hooks(module: Any) -> bool:
     """Whether calling the module does more than its class's forward."""
     before, after = module._forward_pre_hooks, module._forward_hooks

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oqc.ops import plain
 from oqc.ops.layout import (
@@ -67,10 +69,14 @@ def on_kernels(x: Tensor) -> bool:
 
 
 def wanted(backend: str, x: Tensor) -> bool:
-    """Whether kernels are to run for x: asked for or, on a GPU, left open; and not inside a torch.func transform."""
+    """Whether kernels are to run for x: asked for or, on a GPU, left open; and not inside a torch.func transform or
+    forward-mode differentiation, nor for a tensor made of others (sharded)."""
     if not (backend == "triton" or (backend == "auto" and x.is_cuda)) or not on_kernels(x):
         return False
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+    if torch.compiler.is_compiling():
+        return True
+    plain = torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+    return plain and not is_traceable_wrapper_subclass(x)
 
 
 def _operator(name: str, inputs: str, results: int) -> Callable[[Callable[..., Any]], Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oqc.report.records import Record
@@ -39,21 +39,17 @@ def accuracy_over_epochs(records: Sequence[Record]) -> str:
     return svg(figure)
 
 
-# Table 1 of the paper: training throughput on its own hardware, images/s.
-PAPER_IMAGES_PER_S = {"none": 9762, "full": 5642, "lowrank": 7497, "static": 7032, "dynamic": 7155}
-
-
-def throughput(rows: Sequence[dict[str, Any]]) -> str:
-    """Training throughput of each complement as a share of its host's, ours beside the paper's own ratio."""
+def throughput(rows: Sequence[dict[str, Any]], paper: Mapping[str, float]) -> str:
+    """Training throughput of each complement as a share of its host's, ours beside the paper's own share, by name."""
     from matplotlib.figure import Figure
 
     train = [row for row in rows if row["phase"] == "train" and row["host"] == "afbo"]
     groups = list(dict.fromkeys((row["backend"], row["mode"]) for row in train))
-    names = [name for name in PAPER_IMAGES_PER_S if name != "none" and any(r["complement"] == name for r in train)]
+    names = [name for name in paper if any(r["complement"] == name for r in train)]
     figure = Figure(figsize=(7.2, 3.6), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / (len(groups) + 1)
-    series = [("paper", {n: PAPER_IMAGES_PER_S[n] / PAPER_IMAGES_PER_S["none"] for n in names})]
+    series = [("paper", {name: paper[name] for name in names})]
     for backend, mode in groups:
         speed = {r["complement"]: r["images_per_s"] for r in train if (r["backend"], r["mode"]) == (backend, mode)}
         ratios = {n: speed[n] / speed["none"] for n in names if n in speed and "none" in speed}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from oqc.files import write_whole
 from oqc.report.figures import accuracy_over_epochs
-from oqc.report.files import write_whole
 from oqc.report.records import Record, rows
 from oqc.report.tables import table
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+
+from oqc.files import write_whole
 
 KEPT = 2  # of the newest, beside the best
 _NAME = re.compile(r"(step|best)-(\d{9})")
@@ -28,27 +29,11 @@ class Damaged(ValueError):
     """A checkpoint that cannot be read or whose digest is wrong; the message names the file."""
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Replaces a file so that after a crash either the old or the new content is there."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
 def write(folder: Path, name: str, tensors: dict[str, Tensor], record: Record) -> None:
     data = safetensors.torch.save(tensors)
-    write_file(folder / f"{name}.safetensors", data)
+    write_whole(folder / f"{name}.safetensors", data)
     content = {"sha256": _digest(data, record), **record}
-    write_file(folder / f"{name}.json", json.dumps(content, indent=1).encode())
+    write_whole(folder / f"{name}.json", json.dumps(content, indent=1).encode())
 
 
 def read(folder: Path, name: str) -> tuple[dict[str, Tensor], Record]:

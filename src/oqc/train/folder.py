@@ -12,7 +12,7 @@ from typing import Any
 from oqc import config as configs
 from oqc.config import Run
 from oqc.data import Dataset
-from oqc.train.checkpoint import write_file
+from oqc.files import check_folder, write_whole
 
 Row = dict[str, Any]
 
@@ -30,8 +30,7 @@ class RunFolder:
 
     def check(self, *, overwrite: bool = False) -> None:
         """Refuses a place that holds a run already, unless that may be overwritten, or something else."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file, not a folder for a run")
+        check_folder(f"{self.path}, a run's place,", self.path)
         if (self.path / "config.json").exists():
             if not overwrite:
                 state = "a finished" if self.finished else "an unfinished"
@@ -96,7 +95,7 @@ class RunFolder:
             raise ValueError(f"{path} is damaged: it is not JSON") from None
 
     def write(self, name: str, content: Any) -> None:
-        write_file(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
+        write_whole(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
 
     def record_environment(self, environment: dict[str, Any], *, resumed: bool) -> None:
         """Where the run started, and where it went on if that was later."""
@@ -111,4 +110,4 @@ class RunFolder:
 
     def rewrite_metrics(self, rows: list[Row]) -> None:
         """Takes the metrics back to a checkpoint's point."""
-        write_file(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        write_whole(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())

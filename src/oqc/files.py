@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Puts `text` in place of what is at `path`, in one step; folders are made as needed."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Puts `content` in place of what is at `path`, in one step, on disk before this returns: after a crash either the
+    old or the new is there. Folders are made as needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
     except BaseException:
-        os.unlink(partial)
+        temporary.unlink(missing_ok=True)
         raise
+    if os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def check_folder(what: str, folder: Path) -> None:
