@@ -5,13 +5,14 @@ A module of its own because `torch.utils.flop_counter` imports triton, which `im
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from oqc.ops import operators  # noqa: F401  the operators must exist
-from oqc.ops.layout import Form, padded_rank, width_of
+from oqc.ops.layout import Branch, Form, Network, padded_rank, width_of
 
 
 @register_flop_formula(torch.ops.oqc.fold)
@@ -26,13 +27,13 @@ def _fold_backward_flops(dstack: Any, weight: Any, lift: Any, *_: Any, **__: Any
 
 
 @register_flop_formula(torch.ops.oqc.ffn)
-def _ffn_flops(x: Any, weight_in: Any, *args: Any, **_: Any) -> int:
-    tap_a, stack = args[1], args[5]
-    spatial = 0 if tap_a is None else 18 * tap_a[0]
-    return 2 * x[0] * (x[1] * weight_in[0] + spatial + _branch_flops(stack, *args))
+def _ffn_flops(*args: Any, **_: Any) -> int:
+    given: Any = Network(*args[: len(Network._fields)])
+    spatial = 0 if given.tap_a is None else 18 * given.tap_a[0]
+    return 2 * given.x[0] * (given.x[1] * given.weight_in[0] + spatial + _branch_flops(given.stack, args))
 
 
-def _branch_flops(stack: Any, *args: Any) -> int:
+def _branch_flops(stack: Any, args: Sequence[Any]) -> int:
     """A token's products with the parts of S = [W M; P 0; 0 G], or with W alone. `args` end with a form."""
     form = Form(*args[-len(Form._fields) :])
     width, padded = width_of(stack[0], form), padded_rank(form)
@@ -47,8 +48,9 @@ def _ffn_backward_flops(dy: Any, *args: Any, **_: Any) -> int:
 
 
 @register_flop_formula(torch.ops.oqc.complement)
-def _complement_flops(b: Any, u: Any, v: Any, gate: Any, stack: Any, *args: Any, **_: Any) -> int:
-    return 2 * b[0] * _branch_flops(stack, *args)
+def _complement_flops(*args: Any, **_: Any) -> int:
+    given: Any = Branch(*args[: len(Branch._fields)])
+    return 2 * given.b[0] * _branch_flops(given.stack, args)
 
 
 @register_flop_formula(torch.ops.oqc.complement_backward)

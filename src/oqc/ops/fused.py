@@ -151,7 +151,7 @@ def _network(
             rank=rank,
             space="host" if lift is None else space,
             normalise=normalise or space == "hidden",
-            gate="logit" if isinstance(gate, tuple) else "scalar" if beta is None else "beta",
+            gate_kind="logit" if isinstance(gate, tuple) else "scalar" if beta is None else "beta",
             shared=u is None and lift is not None,
             eps=eps,
             save=_may_need_grad(*inputs),
@@ -190,7 +190,7 @@ def ffn_complement(
             rank=lift.shape[1],
             space=space,
             normalise=normalise or space == "hidden",
-            gate="scalar" if scalar else "token",
+            gate_kind="scalar" if scalar else "token",
             eps=eps,
             save=_may_need_grad(*inputs),
         )

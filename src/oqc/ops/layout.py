@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ class Form(NamedTuple):
     rank: int = 0
     space: str = "rank"  # "host": no complement
     normalise: bool = True
-    gate: str = "scalar"  # "beta": its logit; "token": a value per token; "logit": logits in a column of proj
+    gate_kind: str = "scalar"  # "beta": its logit; "token": a value per token; "logit": logits in a column of proj
     shared: bool = False  # u and v are the first R channels of the host's maps
     mix: str = "afbo"  # what makes b of the maps; else an activation: act(a), or act(a) * c
     gated: bool = True  # whether there is a c
@@ -30,12 +32,77 @@ class Form(NamedTuple):
     layout: int = LAYOUT
 
 
+class Network(NamedTuple):
+    """The tensors that `oqc::ffn` takes."""
+
+    x: Tensor  # [T, D]
+    weight_in: Tensor  # all maps of x, [C, D]
+    bias_in: Tensor | None
+    tap_a: Tensor | None  # AFBO's depthwise maps [H, 1, 3, 3]
+    bias_a: Tensor | None
+    tap_c: Tensor | None
+    bias_c: Tensor | None
+    stack: Tensor  # S in the compute dtype; W alone for a host alone
+    exact: Tensor | None  # S in fp32
+    bias: Tensor | None  # of W
+    gate: Tensor | None
+    residual: Tensor | None  # [T, D]
+
+    @property
+    def taps(self) -> tuple[Tensor | None, ...]:
+        return self.tap_a, self.bias_a, self.tap_c, self.bias_c
+
+
+class Branch(NamedTuple):
+    """The tensors that `oqc::complement` takes."""
+
+    b: Tensor  # [T, H]
+    u: Tensor
+    v: Tensor
+    gate: Tensor
+    stack: Tensor
+    exact: Tensor
+    bias: Tensor | None
+
+
+class Kept(NamedTuple):
+    """What both keep of the forward for the backward: `triton_complement.Saved`, and [W b | O^T b] of full OQC. Before
+    it stand proj and [b | z | 1], or [z | 1]."""
+
+    t: Tensor
+    gp: Tensor
+    energy: Tensor
+    power: Tensor
+    keep: Tensor
+    host: Tensor
+
+
+_SCHEMA: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    **{kind: kind.__name__ for kind in (int, float, bool, str)},
+}
+
+
+def schema(kind: type) -> str:
+    """A group of arguments as PyTorch's operators declare them."""
+    return ", ".join(f"{_SCHEMA[hint]} {name}" for name, hint in get_type_hints(kind).items())
+
+
+def cut(args: Sequence[Any], *kinds: Any) -> list[Any]:
+    """An operator's arguments by their names: a kind for each group of them, `Tensor` for a single one."""
+    left = iter(args)
+    found = [next(left) if kind is Tensor else kind(*itertools.islice(left, len(kind._fields))) for kind in kinds]
+    assert next(left, None) is None, "arguments are left over"
+    return found
+
+
 def split(proj: Tensor, hidden: int, form: Form) -> tuple[Any, ...]:
     """Views of proj's columns: a, c (None for a host of one map), u, v (None for a host alone) and the gate's columns
     (None without)."""
     first, wide = maps_of(form) * hidden, padded_rank(form)
     a, c = proj[:, :hidden], proj[:, hidden:first] if form.gated else None
-    logit = proj[:, -gate_columns(form.rank, form.shared) :] if form.gate == "logit" else None
+    logit = proj[:, -gate_columns(form.rank, form.shared) :] if form.gate_kind == "logit" else None
     if form.space == "host":
         return a, c, None, None, logit
     if form.shared:
@@ -158,4 +225,4 @@ def place_of(form: Form) -> dict[str, Any]:
 def kind_of(form: Form) -> dict[str, Any]:
     """What the complement's kernels are told."""
     named = {"rank": form.rank, "space": form.space, "normalise": form.normalise}
-    return {**named, "gate_kind": form.gate, "eps": form.eps}
+    return {**named, "gate_kind": form.gate_kind, "eps": form.eps}

@@ -23,9 +23,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oqc.ops import plain
 from oqc.ops.layout import (
+    Branch,
     Form,
+    Kept,
+    Network,
     aligned,
     both_columns,
+    cut,
     dstack_shape,
     flat_size,
     gate_columns,
@@ -38,6 +42,7 @@ from oqc.ops.layout import (
     padded_rank,
     place_of,
     saved_shapes,
+    schema,
     split,
     split_dstack,
     width_of,
@@ -50,16 +55,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-_FFN = (
-    "Tensor x, Tensor weight_in, Tensor? bias_in, Tensor? tap_a, Tensor? bias_a, Tensor? tap_c, Tensor? bias_c,"
-    " Tensor stack, Tensor? exact, Tensor? bias, Tensor? gate, Tensor? residual"
-)
-_COMPLEMENT = "Tensor b, Tensor u, Tensor v, Tensor gate, Tensor stack, Tensor exact, Tensor? bias"
-_SAVED = "Tensor t, Tensor gp, Tensor energy, Tensor power, Tensor keep, Tensor host"  # Saved, and [W b | O^T b]
-_FORM = (
-    "int rows, int columns, int prefix, int rank, str space, bool normalise, str gate_kind, bool shared, str mix,"
-    " bool gated, float eps, bool save, int layout"
-)
+_FFN, _COMPLEMENT, _KEPT, _FORM = map(schema, (Network, Branch, Kept, Form))
 _WEIGHTS = "Tensor weight, Tensor lift, Tensor? project"
 
 
@@ -115,20 +111,20 @@ def _plain_fold(*args: Any) -> Tensor:
 @_operator("ffn", f"{_FFN}, {_FORM}", 9)
 def ffn(*args: Any) -> tuple[Tensor, ...]:
     """y, or the residual + y; proj and [b | z | 1]; what the complement saves, and [W b | O^T b]."""
-    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate, residual = args[:12]
-    form = Form(*args[12:])
+    given, form = cut(args, Network, Form)
+    x, stack, bias, residual = given.x, given.stack, given.bias, given.residual
     hidden = hidden_of(stack, form)
     if not on_kernels(x):
         return plain.ffn(*args), *_ffn_shapes(*args)[1:]
     from oqc.ops import triton_complement, triton_mix, triton_spatial
 
     with on_device_of(x):
-        proj = F.linear(x, weight_in, cast(bias_in, x))  # [T, C]
+        proj = F.linear(x, given.weight_in, cast(given.bias_in, x))  # [T, C]
         a, c, u, v, logit = split(proj, hidden, form)
         both = x.new_empty(x.shape[0], both_columns(stack, form))  # [b | z | 1], b alone without a complement
         b, z = both[:, :hidden], both[:, hidden:]
         if form.mix == "afbo":
-            triton_spatial.forward(a, c, (tap_a, bias_a, tap_c, bias_c), **place_of(form), out=b)
+            triton_spatial.forward(a, c, given.taps, **place_of(form), out=b)
         else:
             triton_mix.forward(a, c, form.mix, out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
@@ -138,7 +134,7 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
             host = b @ host_rows(stack, form).T
             t = host[:, width:]
         if form.space != "host":
-            branch = (u, v, gate if logit is None else logit[:, 0], stack, gram_of(stack, exact, form))
+            branch = (u, v, given.gate if logit is None else logit[:, 0], stack, gram_of(stack, given.exact, form))
             saved = triton_complement.coefficients(b, *branch, **kind_of(form), save=form.save, out=z, t=t)
         if apart:
             parts = (host[:, :width], z[:, : padded_rank(form)], stack, bias, saved[-1])
@@ -150,16 +146,15 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
     return (y, proj, both, *saved, host) if form.save else (y, *_empty(x, 8))
 
 
-@_operator("ffn_backward", f"Tensor dy, {_FFN}, Tensor proj, Tensor both, {_SAVED}, {_FORM}", 5)
+@_operator("ffn_backward", f"Tensor dy, {_FFN}, Tensor proj, Tensor both, {_KEPT}, {_FORM}", 5)
 def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
     """dx, dweight_in, in one vector the depthwise maps' gradients (20 H) and the sums of da and dc; then dW and dbias
     or, with a complement, dS with dbias in what follows (`split_dstack`), and parts of the gate's gradient."""
-    dy, x, weight_in, _, tap_a, bias_a, tap_c, bias_c, stack, _, bias, gate, _ = args[:13]
-    proj, both, *saved, host = args[13:21]
-    form = Form(*args[21:])
+    dy, given, proj, both, kept, form = cut(args, Tensor, Network, Tensor, Tensor, Kept, Form)
+    x, stack, bias = given.x, given.stack, given.bias
     hidden = hidden_of(stack, form)
     if not on_kernels(x):
-        return plain.ffn_backward(dy, args[1:13], form)
+        return plain.ffn_backward(dy, given, form)
     from oqc.ops import triton_complement, triton_mix, triton_spatial, triton_sums
 
     dy = dy.contiguous()
@@ -173,15 +168,15 @@ def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
         else:
             if form.shared:  # added to the host's own below
                 du, dv = torch.empty_like(u), torch.empty_like(v)
-            branch = (host, u, v, gate if logit is None else logit[:, 0], triton_complement.Saved(*saved), stack)
+            gate = given.gate if logit is None else logit[:, 0]
+            branch = (kept.host, u, v, gate, triton_complement.Saved(*kept[:-1]), stack)
             stacked, dpower, ends = triton_complement.gradients(
                 dy, *branch, **kind_of(form), du=du, dv=dv, dgate=dlogit
             )
         above = host_rows(stack, form)
         db = stacked[:, : len(above)] @ above
         if form.mix == "afbo":
-            taps = (tap_a, bias_a, tap_c, bias_c)
-            flat = triton_spatial.backward(db, dpower, a, c, taps, **place_of(form), da=da, dc=dc)
+            flat = triton_spatial.backward(db, dpower, a, c, given.taps, **place_of(form), da=da, dc=dc)
         else:
             flat = triton_mix.backward(db, dpower, a, c, form.mix, da=da, dc=dc)
         if form.shared:
@@ -190,14 +185,13 @@ def _ffn_backward(*args: Any) -> tuple[Tensor, ...]:
                 out[:, : form.rank] += extra
                 total[: form.rank] += extra.sum(0, dtype=total.dtype)
         dstack = over_tokens(stacked, both, full=form.space != "host")
-        return dproj @ weight_in, over_tokens(dproj, x, full=False), flat, dstack, ends
+        return dproj @ given.weight_in, over_tokens(dproj, x, full=False), flat, dstack, ends
 
 
 @_operator("complement", f"{_COMPLEMENT}, {_FORM}", 8)
 def complement(*args: Any) -> tuple[Tensor, ...]:
     """y; [z | 1], what the complement saves, and [W b | O^T b]."""
-    b, u, v, gate, stack, exact, bias = args[:7]
-    form = Form(*args[7:])
+    (b, u, v, gate, stack, exact, bias), form = cut(args, Branch, Form)
     if not on_kernels(b):
         return plain.complement(*args), *_complement_shapes(*args)[1:]
     from oqc.ops import triton_complement
@@ -211,13 +205,14 @@ def complement(*args: Any) -> tuple[Tensor, ...]:
     return (y, z, *saved, host if form.space == "hidden" else b.new_empty(0)) if form.save else (y, *_empty(b, 7))
 
 
-@_operator("complement_backward", f"Tensor dy, {_COMPLEMENT}, Tensor z, {_SAVED}, {_FORM}", 6)
+@_operator("complement_backward", f"Tensor dy, {_COMPLEMENT}, Tensor z, {_KEPT}, {_FORM}", 6)
 def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
     """The gradients of b, u, v, gate (a token's), of S with the bias's behind it, and parts of the gate's."""
-    dy, b, u, v, gate, stack, exact, _, z, *saved, host = args[:15]
-    form, hidden = Form(*args[15:]), b.shape[1]
+    dy, given, z, kept, form = cut(args, Tensor, Branch, Tensor, Kept, Form)
+    b, u, v, gate, stack, exact, _ = given
+    hidden = b.shape[1]
     if not on_kernels(b):
-        db, du, dv, dgate, _, dstack, dbias = plain.gradients(plain.complement, dy, args[1:8], form)
+        db, du, dv, dgate, _, dstack, dbias = plain.gradients(plain.complement, dy, given, form)
         return db, du, dv, dgate, *plain.ends_of(dstack, dbias, dgate)
     from oqc.ops import triton_complement
 
@@ -226,11 +221,11 @@ def _complement_backward(*args: Any) -> tuple[Tensor, ...]:
         du, dv = torch.empty_like(u), torch.empty_like(v)
         dgate = torch.empty_like(gate)
         stacked, dpower, ends = triton_complement.gradients(
-            *(dy, host, u, v, gate, triton_complement.Saved(*saved), stack),
+            *(dy, kept.host, u, v, gate, triton_complement.Saved(*kept[:-1]), stack),
             **kind_of(form),
             du=du,
             dv=dv,
-            dgate=dgate if form.gate == "token" else None,
+            dgate=dgate if form.gate_kind == "token" else None,
         )
         above = host_rows(stack, form)
         db = stacked[:, : len(above)] @ above
@@ -263,30 +258,31 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 @ffn.register_fake
 def _ffn_shapes(*args: Any) -> tuple[Tensor, ...]:
-    x, weight_in, stack, residual, form = args[0], args[1], args[7], args[11], Form(*args[12:])
-    y = (x if residual is None else residual).new_zeros(x.shape[0], width_of(stack.shape[0], form))
+    given, form = cut(args, Network, Form)
+    x, stack = given.x, given.stack
+    y = (x if given.residual is None else given.residual).new_zeros(x.shape[0], width_of(stack.shape[0], form))
     if not form.save:
         return y, *_empty(x, 8)
-    kept = [x.new_zeros(x.shape[0], n) for n in (weight_in.shape[0], both_columns(stack, form))]
+    kept = [x.new_zeros(x.shape[0], n) for n in (given.weight_in.shape[0], both_columns(stack, form))]
     return y, *kept, *(_empty(x, 6) if form.space == "host" else saved_shapes(x, y, form))
 
 
 @_ffn_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    dy, x, weight_in, stack, exact, bias = (args[i] for i in (0, 1, 2, 8, 9, 10))
-    form = Form(*args[21:])
+    dy, given, _, _, _, form = cut(args, Tensor, Network, Tensor, Tensor, Kept, Form)
+    x, stack = given.x, given.stack
     flat = _like_sums(x, flat_size(hidden_of(stack, form), form))
     if form.space == "host":
-        dstack, ends = torch.empty_like(stack), x.new_empty(0) if bias is None else _like_sums(x, dy.shape[1])
+        dstack, ends = torch.empty_like(stack), x.new_empty(0) if given.bias is None else _like_sums(x, dy.shape[1])
     else:
-        dstack = dstack_shape(exact, both_columns(stack, form) if on_kernels(x) else None)
+        dstack = dstack_shape(given.exact, both_columns(stack, form) if on_kernels(x) else None)
         ends = _like_sums(x, gate_parts(x.shape[0], form) if on_kernels(x) else 1)
-    return torch.empty_like(x), torch.empty_like(weight_in), flat, dstack, ends
+    return torch.empty_like(x), torch.empty_like(given.weight_in), flat, dstack, ends
 
 
 @complement.register_fake
 def _complement_shapes(*args: Any) -> tuple[Tensor, ...]:
-    b, stack, form = args[0], args[4], Form(*args[7:])
+    (b, _, _, _, stack, _, _), form = cut(args, Branch, Form)
     y = b.new_zeros(b.shape[0], width_of(stack.shape[0], form))
     if not form.save:
         return y, *_empty(b, 7)
@@ -295,9 +291,10 @@ def _complement_shapes(*args: Any) -> tuple[Tensor, ...]:
 
 @_complement_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    b, stack, exact, form = args[1], args[5], args[6], Form(*args[15:])
-    gradients = (torch.empty_like(item) for item in args[1:5])
-    dstack = dstack_shape(exact, both_columns(stack, form) if on_kernels(b) else None)
+    _, given, _, _, form = cut(args, Tensor, Branch, Tensor, Kept, Form)
+    b, stack = given.b, given.stack
+    gradients = (torch.empty_like(item) for item in (b, given.u, given.v, given.gate))
+    dstack = dstack_shape(given.exact, both_columns(stack, form) if on_kernels(b) else None)
     return *gradients, dstack, _like_sums(b, gate_parts(b.shape[0], form) if on_kernels(b) else 1)
 
 
@@ -319,9 +316,9 @@ def _remember_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def _ffn_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    weight_in, bias_in, taps, (bias, gate) = args[1], args[2], args[3:7], args[9:11]
-    form = Form(*args[20:])
-    hidden = hidden_of(args[7], form)
+    given, _, _, _, form = cut(args, Network, Tensor, Tensor, Kept, Form)
+    weight_in, bias_in, taps, bias, gate = given.weight_in, given.bias_in, given.taps, given.bias, given.gate
+    hidden = hidden_of(given.stack, form)
     dx, dweight, flat, dstack, ends = _ffn_backward(dy, *args)
     parts: Sequence[Tensor] = [flat] * 4  # of what is not there
     if form.mix == "afbo":
@@ -333,11 +330,11 @@ def _ffn_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     dbias_in, dbias, dgate, dexact = sums, ends, ends, None
     if form.space != "host":
         dgate = ends.sum().view(1)
-        dexact, dbias = split_dstack(dstack, args[8], dy.shape[1], form)
+        dexact, dbias = split_dstack(dstack, given.exact, dy.shape[1], form)
         dstack = None
     if bias_in is not None:
         dbias_in = F.pad(sums, (0, weight_in.shape[0] - len(sums)))
-        if form.gate == "logit":
+        if form.gate_kind == "logit":
             columns = gate_columns(form.rank, form.shared)
             dbias_in = torch.cat([dbias_in[:-columns], F.pad(dgate, (0, columns - 1))])
         dbias_in = dbias_in.to(bias_in.dtype)
@@ -347,10 +344,11 @@ def _ffn_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
 
 
 def _complement_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    gate, bias, form = args[3], args[6], Form(*args[14:])
+    given, _, _, form = cut(args, Branch, Tensor, Kept, Form)
+    gate, bias = given.gate, given.bias
     db, du, dv, dgate, dstack, ends = _complement_backward(dy, *args)
-    dexact, dbias = split_dstack(dstack, args[5], dy.shape[1], form)
-    if form.gate == "scalar":
+    dexact, dbias = split_dstack(dstack, given.exact, dy.shape[1], form)
+    if form.gate_kind == "scalar":
         dgate = ends.sum().view_as(gate).to(gate.dtype)
     return db, du, dv, dgate, None, dexact, dbias if bias is None else dbias.to(bias.dtype)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from oqc.ops.layout import Form, gate_columns, hidden_of, maps_of, padded_rank, split, width_of
+from oqc.ops.layout import Branch, Form, Network, cut, gate_columns, hidden_of, maps_of, padded_rank, split, width_of
 from oqc.ops.rankspace import full_coefficients
 from oqc.ops.reference import main_feature, orthogonalize, quadratic, upcast
 
@@ -53,13 +53,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # which stand between a 
 
 
 def ffn(*args: Any) -> Tensor:
-    *given, residual = args[:12]
-    y = _ffn(*given, Form(*args[12:]))
-    return y if residual is None else residual + y
+    given, form = cut(args, Network, Form)
+    y = _ffn(given, form)
+    return y if given.residual is None else given.residual + y
 
 
-def _ffn(*args: Any) -> Tensor:
-    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate, form = args
+def _ffn(given: Any, form: Form) -> Tensor:
+    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate, _ = given
     a, c, u, v, logit = split(F.linear(x, weight_in, cast(bias_in, x)), hidden_of(stack, form), form)
     if form.mix == "afbo":
         b = F.gelu(_spatial(a, tap_a, bias_a, form)) * _spatial(c, tap_c, bias_c, form)
@@ -68,7 +68,7 @@ def _ffn(*args: Any) -> Tensor:
     if form.space == "host":
         return F.linear(b, stack, cast(bias, x))
     value = gate if logit is None else torch.sigmoid(upcast(logit[:, 0]))
-    if form.gate == "beta":
+    if form.gate_kind == "beta":
         value = torch.sigmoid(upcast(gate))
     return complement(b, u, v, value, stack, exact, bias, *form)
 
@@ -81,8 +81,8 @@ def _spatial(a: Tensor, tap: Tensor, bias: Tensor | None, form: Form) -> Tensor:
 
 
 def complement(*args: Any) -> Tensor:
-    b, u, v, gate, _, exact, bias = args[:7]
-    form, hidden = Form(*args[7:]), b.shape[1]
+    (b, u, v, gate, _, exact, bias), form = cut(args, Branch, Form)
+    hidden = b.shape[1]
     stack, gram = exact.to(b.dtype), exact[-padded_rank(form) :, hidden:]
     width = width_of(stack.shape[0], form)
     q = quadratic(u[:, : form.rank], v[:, : form.rank], form.eps)
@@ -102,15 +102,15 @@ def complement(*args: Any) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def ffn_backward(dy: Tensor, inputs: tuple[Any, ...], form: Form) -> tuple[Tensor, ...]:
+def ffn_backward(dy: Tensor, inputs: Network, form: Form) -> tuple[Tensor, ...]:
     """What the operator of that name returns."""
     dx, dweight, dbias_in, *taps, dstack, dexact, dbias, dgate, _ = gradients(ffn, dy, inputs, form)
-    parts, sums = [], maps_of(form) * hidden_of(inputs[7], form)
+    parts, sums = [], maps_of(form) * hidden_of(inputs.stack, form)
     if form.mix == "afbo":
         none = dx.new_zeros(sums // 2)  # of a bias that is not there
-        parts = [none if item is None else g.flatten() for g, item in zip(taps, inputs[3:7], strict=True)]
+        parts = [none if item is None else g.flatten() for g, item in zip(taps, inputs.taps, strict=True)]
     parts.append(dbias_in[:sums] if len(dbias_in) else dx.new_zeros(sums))
-    if form.gate == "logit":
+    if form.gate_kind == "logit":
         dgate = dbias_in[-gate_columns(form.rank, form.shared)] if len(dbias_in) else dx.new_zeros(())
     if form.space == "host":
         return dx, dweight, torch.cat(parts), dstack, dbias
