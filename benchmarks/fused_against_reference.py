@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import oqc
 from oqc import config as configs
 from oqc.config import Data, Run, Train
@@ -69,6 +71,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE")
     parser.add_argument("--out", type=Path, default=Path("results/parity"))
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a CUDA device: elsewhere both would run without kernels")
 
     began = time.perf_counter()
     place = environment(find_device(None))

@@ -185,6 +185,18 @@ def to_dict(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
+def differences(one: Any, other: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """The fields in which two configs of one class differ, by their path, with both values."""
+    found: list[tuple[str, Any, Any]] = []
+    for item in dataclasses.fields(one):
+        a, b, path = getattr(one, item.name), getattr(other, item.name), f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(a):
+            found += differences(a, b, f"{path}.")
+        elif a != b:
+            found.append((path, a, b))
+    return found
+
+
 def from_dict(cls: type[T], values: dict[str, Any], path: str = "") -> T:
     """The config of class `cls` that `values` describes; unknown names and wrong types are named in the error."""
     if not isinstance(values, dict):

@@ -19,8 +19,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # as of a full disk
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     if os.name == "posix":
         folder = os.open(path.parent, os.O_RDONLY)

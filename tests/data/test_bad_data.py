@@ -126,6 +126,7 @@ def test_label_out_of_range_in_records(tmp_path: Path, official: Official, untou
         ({"x_test": np.zeros((2, 5, 5), np.uint8)}, "test images are"),
         ({"x_test": np.zeros((0, 4, 4), np.uint8), "y_test": np.zeros(0, int)}, "the test part has no images"),
         ({"x_train": np.array([object()] * 3)}, "can't be read as .npz"),
+        ({"x_train": np.zeros((3, 0, 4), np.uint8), "x_test": np.zeros((2, 0, 4), np.uint8)}, "without a pixel"),
     ],
 )
 def test_bad_npz(change: dict[str, np.ndarray], message: str, tmp_path: Path, untouched: Untouched) -> None:
@@ -251,3 +252,47 @@ def test_tiny_imagenet_with_a_strange_class(tmp_path: Path, official: Official, 
     with pytest.raises(ValueError, match="has class 'n99999999'"):
         load(Data(name="tiny-imagenet", root=str(samples.extracted(files, tmp_path / "set"))))
     assert untouched()
+
+
+def test_npz_damaged_inside_or_of_another_form(tmp_path: Path, untouched: Untouched) -> None:
+    path = tmp_path / "own.npz"
+    np.savez_compressed(path, x_train=np.arange(4000, dtype=np.uint8).reshape(10, 20, 20))
+    data = bytearray(path.read_bytes())
+    for place in range(40, 60):
+        data[place] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"own\.npz can't be read as \.npz"):
+        load(Data(name=str(path)))
+    images = np.zeros((3, 4, 4), np.uint8)  # a label this high would make as many classes
+    np.savez(path, x_train=images, y_train=np.array([0, 1, 10**9]), x_test=images, y_test=np.array([0, 1, 1]))
+    with pytest.raises(ValueError, match="y_train has the label 1000000000, but only 3 images"):
+        load(Data(name=str(path)))
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(ValueError, match=r"can't be read as \.npz: it holds one array without a name"):
+        load(Data(name=str(path)))
+    assert untouched()
+
+
+def test_hidden_files_and_links_that_lead_nowhere_are_not_images(tmp_path: Path) -> None:
+    plain, strange = tmp_path / "plain", tmp_path / "strange"
+    for folder in (plain, strange):
+        for name in ("a", "b"):
+            (folder / name).mkdir(parents=True)
+            for i in range(6):
+                Image.fromarray(np.full((4, 4, 3), 20 * i, np.uint8)).save(folder / name / f"{i}.png")
+    (strange / "a" / ".ipynb_checkpoints").mkdir()
+    (strange / "a" / ".ipynb_checkpoints" / "0-checkpoint.png").write_bytes((strange / "a" / "0.png").read_bytes())
+    (strange / "a" / "._0.png").write_bytes(b"\0\5\26\7")
+    (strange / "a" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    (strange / "a" / "around").symlink_to(strange / "a")
+    names = archives.open_folder(strange).names
+    assert names == archives.open_folder(plain).names
+    assert load(Data(name=str(strange))).digest == load(Data(name=str(plain))).digest
+
+
+def test_an_unreadable_image_is_named_without_the_reader(tmp_path: Path) -> None:
+    (tmp_path / "set" / "a").mkdir(parents=True)
+    (tmp_path / "set" / "a" / "0.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"a/0\.png \(no image format is known for it\)"):
+        load(Data(name=str(tmp_path / "set")))

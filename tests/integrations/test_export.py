@@ -124,11 +124,11 @@ def run(tmp_path):
     )
     model = randomised(oqc.create_model(config.model))
     folder = RunFolder(tmp_path / "run")
-    folder.create(config)
+    environment = {"data": {"mean": [0.3], "std": [0.4], "classes": [str(i) for i in range(10)]}}
+    folder.create(config, environment)
     folder.checkpoints.mkdir()
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
     checkpoint.write(folder.checkpoints, "step-000000001", weights, {})
-    folder.write("environment.json", {"data": {"mean": [0.3], "std": [0.4], "classes": [str(i) for i in range(10)]}})
     return folder.path, model
 
 

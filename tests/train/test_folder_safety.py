@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +59,85 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     for _ in steps:
         pass
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_config_changed_by_hand_is_not_resumed(tmp_path: Path) -> None:
+    run_until(tiny_trainer(folder=tmp_path / "run"), 5, 15)
+    path = tmp_path / "run" / "config.json"
+    path.write_text(path.read_text().replace('"lr": 0.01', '"lr": 0.5'))
+    with pytest.raises(ValueError, match=r"config.json has train.lr 0.5, but the run was trained with 0.01 so far"):
+        tiny_trainer(tiny_config(lr=0.5), tmp_path / "run", resume=True)
+
+
+class Killed(BaseException):
+    """Nothing is cleaned up after it but what a context manager would."""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("after", range(9))
+def test_a_kill_while_a_run_begins_leaves_a_folder_to_begin_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, overwrite: bool
+) -> None:
+    """Killed before any of the changes that starting a run makes to its folder, with and without a run in it."""
+    if overwrite:
+        tiny_trainer(folder=tmp_path / "run").fit()
+    left = after
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return function(*args, **options)
+
+        return call
+
+    trainer = tiny_trainer(folder=tmp_path / "run", overwrite=overwrite)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", counted(Path.unlink))
+        patch.setattr("os.replace", counted(os.replace))
+        patch.setattr("shutil.rmtree", counted(shutil.rmtree))
+        with pytest.raises(Killed):
+            trainer.fit()
+    assert tiny_trainer(folder=tmp_path / "run", overwrite=True).fit().steps == 32
+
+
+def test_a_failed_write_names_the_file_and_lets_go_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer = tiny_trainer(folder=tmp_path / "run", save_seconds=0)
+    steps = trainer.run(StopRequest())
+    next(steps)
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*step-0+8.safetensors|best-0+8.safetensors"):
+        for _ in steps:
+            pass
+    monkeypatch.undo()
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    assert tiny_trainer(folder=tmp_path / "run", resume=True).fit().steps == 32
+
+
+def test_a_run_that_another_process_ended_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    run_until(tiny_trainer(folder=tmp_path / "run"), 5, 15)
+    late = tiny_trainer(folder=tmp_path / "run", resume=True)
+    tiny_trainer(folder=tmp_path / "run", resume=True).fit()
+    before = contents(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"another process has gone on with .*run meanwhile"):
+        late.fit()
+    assert contents(tmp_path / "run") == before
+
+
+def test_the_best_of_a_step_that_was_never_saved_goes(tmp_path: Path) -> None:
+    run_until(tiny_trainer(folder=tmp_path / "run"), 9, 15)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for suffix in ("json", "safetensors"):
+        shutil.copy(checkpoints / f"best-000000008.{suffix}", checkpoints / f"best-000000016.{suffix}")
+    run_until(tiny_trainer(folder=tmp_path / "run", resume=True), 10, 15)
+    assert [path.name for path in checkpoints.glob("best-*.json")] == ["best-000000008.json"]
 
 
 @pytest.mark.parametrize("name", ["meta", "xpu", "cuda:99", "gpu"])

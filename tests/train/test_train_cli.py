@@ -187,3 +187,54 @@ def _train_to(trainer: Trainer, end: int) -> None:
     except Stopped:
         pass
     assert trainer.done == end
+
+
+def test_every_seed_that_diverges_is_named_and_every_one_that_ends_told(npz: Path, tmp_path: Path) -> None:
+    wild = options(npz, "--epochs", "2", "--lr", "1e30", "--set", "train.clip=0", "--set", "train.nan_limit=2")
+    ended = oqc("train", *wild, "--seeds", "0,1", "--out", str(tmp_path / "a b"))
+    assert ended.exit_code == 1
+    for seed in (0, 1):
+        assert f"the last finite state is in {tmp_path / 'a b' / f's{seed}'}" in ended.stderr
+
+
+def test_a_device_or_mode_that_is_not_there_is_told_before_the_data_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oqc.cli.train.load", lambda data: pytest.fail("the data was read"))
+    for extra, message in (
+        (("--device", "foo"), "device must be cpu, cuda"),
+        (("--device", "cpu", "--mode", "graph"), "mode graph needs a CUDA device"),
+        (("--at-once", "0"), "--at-once must be auto or a number from 1 on"),
+    ):
+        ended = oqc("train", "--data", "digits", "--out", str(tmp_path / "run"), *extra)
+        assert isinstance(ended.exception, ValueError)
+        assert message in str(ended.exception)
+
+
+def test_a_preset_on_other_data_is_augmented_as_that_is() -> None:
+    run = json.loads(oqc("train", "--preset", "cifar100_afbo", "--data", "digits", "--dry-run").stdout)
+    assert (run["data"]["crop"], run["data"]["flip"]) == (0, False)
+    run = json.loads(oqc("train", "--preset", "cifar100_afbo", "--dry-run").stdout)
+    assert (run["data"]["crop"], run["data"]["flip"]) == (4, True)
+
+
+def test_a_run_on_a_file_is_evaluated_from_any_folder(
+    npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(npz.parent)
+    ended = oqc("train", *options(Path(npz.name), "--epochs", "1", "--out", str(tmp_path / "run")))
+    assert ended.exit_code == 0, ended.output
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "% of 30 test images" in oqc("evaluate", str(tmp_path / "run")).stdout
+
+
+def test_predict_takes_as_many_channels_as_the_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OQC_DATA", str(tmp_path / "cache"))
+    images = np.random.default_rng(0).integers(0, 256, (16, 4, 4, 4), dtype=np.uint8)
+    labels = np.arange(16) % 2
+    np.savez(tmp_path / "four.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    run = tmp_path / "run"
+    assert oqc("train", *options(tmp_path / "four.npz", "--epochs", "1", "--out", str(run))).exit_code == 0
+    Image.fromarray(images[0]).save(tmp_path / "one.png")
+    assert oqc("predict", str(run), str(tmp_path / "one.png")).stdout.count("%") == 2

@@ -152,3 +152,17 @@ def test_unknown_device_is_named() -> None:
     config = dataclasses.replace(tiny_config())
     with pytest.raises(ValueError, match="device"):
         tiny_trainer(config, device="gpu")
+
+
+def test_short_epochs_are_looked_at_too() -> None:
+    """However fast the steps go by, the host looks once between two evaluations."""
+    seen: list[int] = []
+
+    class Watching(Silent):
+        def status(self, status: Status) -> None:
+            seen.append(status.epoch)
+
+    trainer = tiny_trainer(tiny_config(epochs=40), progress=Watching())
+    trainer.pace.interval = 1e9
+    trainer.fit()
+    assert set(range(3, 41)) <= set(seen)

@@ -27,16 +27,16 @@ def list_sets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON."
         try:
             packs.append(_describe(folder))
         except ValueError as error:
-            damaged.append(str(error))
+            damaged.append({"name": folder.name.rpartition("-")[0], "pack": str(folder), "damaged": str(error)})
     missing = sorted(set(sources.KNOWN) - {row["name"] for row in packs})
     rows = packs + [{"name": name, "pack": None} for name in missing]
     if as_json:
-        typer.echo(json.dumps(rows, indent=1))
+        typer.echo(json.dumps(rows + damaged, indent=1))
         return
     for row in rows:
         console.print(_line(row) if row["pack"] else f"{row['name']}: not packed", markup=False)
-    for problem in damaged:
-        console.print(f"damaged: {problem}", markup=False)
+    for row in damaged:
+        console.print(f"damaged: {row['damaged']}", markup=False)
 
 
 @app.command()

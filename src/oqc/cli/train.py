@@ -38,8 +38,11 @@ from oqc.train import (
 )
 from oqc.train.distributed import joined
 from oqc.train.numerics import DTYPES, autocast, numerics
+from oqc.train.recorder import need_tensorboard
+from oqc.train.step import resolve_mode
 
 AUGMENT = {"digits": ["data.crop=0", "data.flip=false"]}  # digits mean something else mirrored, and fill the image
+COLOURS = {1: "L", 3: "RGB", 4: "RGBA"}  # by the number of channels
 SHAPES = {"digits": (8, 1, 10), "cifar10": (32, 3, 10), "cifar100": (32, 3, 100), "tiny-imagenet": (64, 3, 200)}
 
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
@@ -112,9 +115,15 @@ def train(
             return
         for path in runs:
             RunFolder(path).check(overwrite=overwrite)
+    if at_once != "auto" and not (at_once.isdecimal() and int(at_once)):
+        raise ValueError(f"--at-once must be auto or a number from 1 on, got {at_once!r}")
+    if tensorboard:
+        need_tensorboard()
     # What cuBLAS takes on recent GPUs anyway; PyTorch wants it said before it calls results repeatable.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with joined(device) as own:
+        for run in runs.values():  # what stands against it shows before any data is read
+            resolve_mode(run.train.mode, find_device(own), dist.get_world_size() if dist.is_initialized() else 1)
         leads = not dist.is_initialized() or dist.get_rank() == 0
         options = {"device": own, "resume": bool(resume), "overwrite": overwrite, "tensorboard": tensorboard}
         _run(runs, at_once if not dist.is_initialized() else "1", Console(quiet=not leads, soft_wrap=True), options)
@@ -122,8 +131,6 @@ def train(
 
 def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[str, Any]) -> None:
     """Trains, shows, and turns what ends a run early into a message and an exit code."""
-    if at_once != "auto" and not (at_once.isdecimal() and int(at_once)):
-        raise ValueError(f"--at-once must be auto or a number from 1 on, got {at_once!r}")
     datasets: dict[Data, Dataset] = {}
     make: list[Callable[[], Trainer]] = []
     try:
@@ -134,8 +141,11 @@ def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[st
                 make.append(partial(_trainer, run, datasets[run.data], path, display, options))
             summaries = train_many(make, at_once if at_once == "auto" else int(at_once))
     except (Stopped, Diverged) as end:
-        if not console.quiet:
-            typer.echo(str(end), err=True)
+        for path in filter(lambda path: RunFolder(path).finished, runs):
+            console.print(_line(path, Summary(**RunFolder(path).read("summary.json"))), highlight=False, markup=False)
+        for one in (end, *(end.others if isinstance(end, Diverged) else ())):
+            if not console.quiet:
+                typer.echo(str(one), err=True)
         raise typer.Exit(128 + end.signal if isinstance(end, Stopped) else 1) from None
     for path, summary in zip(runs, summaries, strict=True):
         console.print(_line(path, summary), highlight=False, markup=False)
@@ -174,8 +184,10 @@ def resolve(preset: str | None, model: str | None, changes: list[str]) -> Run:
     data = configs.override(run, [change for change in changes if change.strip().startswith("data.")]).data
     size, channels, classes = _shape(data)
     ends = [f"model.image_size={size}", f"model.channels={channels}", f"model.num_classes={classes}"]
-    if preset is None:
+    if preset is None or data.name != run.data.name:
         ends += AUGMENT.get(data.name, [])
+    if data.name not in SHAPES and data.root is None:  # found again from any folder
+        changes = [*changes, f"data.name={Path(data.name).expanduser().absolute()}"]
     run = configs.override(run, ends + changes)
     create_model(run.model, backend=run.train.backend, device="meta")  # every mistake shows before anything starts
     return run
@@ -288,9 +300,11 @@ def load_model(run: Path, config: Run, checkpoint: str, device: torch.device) ->
 
 def _read_image(path: Path, model: Model) -> torch.Tensor:
     """uint8 [C, H, W] of the model's size: the centre square, as data sets are packed."""
+    if model.channels not in COLOURS:
+        raise ValueError(f"the run's model has {model.channels} channels, an image file has 1, 3 or 4")
     try:
         with Image.open(path) as image:
-            pixels = np.array(fit(eight_bit(image).convert("L" if model.channels == 1 else "RGB"), model.image_size))
+            pixels = np.array(fit(eight_bit(image).convert(COLOURS[model.channels]), model.image_size))
     except (OSError, SyntaxError) as error:
         raise ValueError(f"{path} cannot be read as an image: {error}") from None
     return torch.from_numpy(pixels).reshape(model.image_size, model.image_size, -1).permute(2, 0, 1)

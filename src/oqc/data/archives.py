@@ -36,9 +36,16 @@ class Files:
 
 
 def open_folder(path: Path) -> Files:
+    """Hidden files and folders are left out, and so are links that lead nowhere or around in a circle."""
     names: list[str] = []
-    for folder, _, files in os.walk(path, followlinks=True):
+    above: dict[str, tuple[str, ...]] = {str(path): ()}  # of a folder: where those it lies in really are
+    for folder, inner, files in os.walk(path, followlinks=True):
+        around = (*above.pop(folder), os.path.realpath(folder))
+        shown = [name for name in inner if not name.startswith(".")]
+        inner[:] = [name for name in shown if os.path.realpath(f"{folder}/{name}") not in around]
+        above |= {os.path.join(folder, name): around for name in inner}
         prefix = Path(folder).relative_to(path).as_posix()
+        files = [name for name in files if not name.startswith(".") and os.path.exists(f"{folder}/{name}")]
         names += files if prefix == "." else [f"{prefix}/{name}" for name in files]
     return Files(path, tuple(sorted(names)), lambda name: (path / name).read_bytes())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,12 @@ def read_digits() -> Raw:
 def read_npz(path: Path) -> Raw:
     """x_train, y_train, x_test, y_test and, if there, classes; images uint8 as NHWC, NCHW or NHW."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array without a name")
+        with file:
             arrays = {name: file[name] for name in file.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} can't be read as .npz: {error}") from None
     missing = [name for name in REQUIRED if name not in arrays]
     if missing:
@@ -40,7 +44,10 @@ def read_npz(path: Path) -> Raw:
     if "classes" in arrays:
         classes = tuple(str(name) for name in arrays["classes"].ravel())
     else:
-        classes = tuple(str(label) for label in range(int(labels["train"].max(initial=-1)) + 1))
+        count = int(labels["train"].max(initial=-1)) + 1
+        if count > len(labels["train"]):
+            raise ValueError(f"{path}: y_train has the label {count - 1}, but only {len(labels['train'])} images")
+        classes = tuple(map(str, range(count)))
     return Raw(
         _images(path, "x_train", arrays["x_train"]),
         labels["train"],

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from oqc.data.archives import Files
 from oqc.data.raw import Raw
@@ -38,7 +38,8 @@ def decode(files: Files, names: Sequence[str], image_size: int | None) -> np.nda
                 rgb = eight_bit(image).convert("RGB")
             return np.asarray(fit(rgb, image_size) if image_size else rgb).transpose(2, 0, 1)
         except Exception as error:  # on damaged files the decoders fail in many ways
-            return f"{name} ({error})"
+            told = "no image format is known for it" if isinstance(error, UnidentifiedImageError) else error
+            return f"{name} ({told})"
 
     out, bad, odd = np.empty((0, 3, 0, 0), dtype=np.uint8), [], ""
     for place, image in enumerate(_parallel(attempt, names)):

@@ -102,8 +102,15 @@ def find(name: str = "") -> Iterator[Path]:
     path = Path(name).expanduser().resolve()
     for folder in sorted(packs().glob("[!.]*-*")):
         named = not name or folder.name.rpartition("-")[0] == name
-        if named or (path.exists() and read_manifest(folder)["source"] == str(path)):
+        if named or (path.exists() and _source_of(folder) == str(path)):
             yield folder
+
+
+def _source_of(folder: Path) -> object:
+    """What a pack was made from; None where it cannot tell, being damaged."""
+    with contextlib.suppress(ValueError):
+        return read_manifest(folder)["source"]
+    return None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

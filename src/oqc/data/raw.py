@@ -30,6 +30,8 @@ def check(raw: Raw, origin: str) -> None:
             raise ValueError(f"{origin}: {part} images must be uint8 with 4 axes, got {images.dtype} {images.shape}")
         if not len(images):
             raise ValueError(f"{origin}: the {part} part has no images")
+        if 0 in shape:
+            raise ValueError(f"{origin}: {part} images are {shape}, without a pixel")
         if images.shape[1:] != shape:
             raise ValueError(f"{origin}: {part} images are {images.shape[1:]}, the train images {shape}")
         if labels.shape != (len(images),):

@@ -11,7 +11,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -232,21 +232,13 @@ def _check_protocol(record: Record, path: Path, data: str, epochs: int | None) -
         then = configs.from_dict(Run, record["config"])
     except ValueError as error:
         raise ValueError(f"{where}, with a config that cannot be read: {error}") from None
-    old, new = (dict(_fields(configs.to_dict(without_root(run)))) for run in (then, run_of(preset, seed, data, epochs)))
-    for name, value in sorted(new.items(), key=lambda item: item[0] != "data.name"):  # which says most
-        if old[name] != value:
-            raise ValueError(
-                f"{where}, with {name} {old[name]}, but now it would be {value}; one results file holds one protocol:"
-                " choose another folder with --results"
-            )
-
-
-def _fields(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _fields(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    found = configs.differences(without_root(then), without_root(run_of(preset, seed, data, epochs)))
+    if found:
+        name, old, new = min(found, key=lambda item: item[0] != "data.name")  # which says most
+        raise ValueError(
+            f"{where}, with {name} {old}, but now it would be {new}; one results file holds one protocol: choose"
+            " another folder with --results"
+        )
 
 
 class _Clock:

@@ -88,6 +88,15 @@ def prune(folder: Path) -> None:
             path.unlink()
 
 
+def drop_best(folder: Path, steps: set[int]) -> None:
+    """Removes what was the best of a step that is not among these: a kill may have come before that step was saved, and
+    a run that goes on elsewhere may not come by the same weights again."""
+    for name in names(folder, "best"):
+        if int(name.removeprefix("best-")) not in steps:
+            for suffix in ("json", "safetensors"):
+                (folder / f"{name}.{suffix}").unlink(missing_ok=True)
+
+
 class Writer:
     """Writes checkpoints in a thread of its own, one at a time; `wait` raises what went wrong there."""
 

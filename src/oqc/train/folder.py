@@ -36,22 +36,20 @@ class RunFolder:
                 state = "a finished" if self.finished else "an unfinished"
                 way = "choose another folder" if self.finished else f"continue it with --resume {self.path}"
                 raise ValueError(f"{self.path} holds {state} run; {way}, or replace it with --overwrite")
-        elif self.path.exists() and any(item.name != ".lock" for item in self.path.iterdir()):
+        elif self.path.exists() and not all(map(_is_beginning, self.path.iterdir())):
             raise ValueError(f"{self.path} is not empty and holds no run; choose another folder")
 
-    def create(self, config: Run, *, overwrite: bool = False) -> None:
-        """Starts a new run here, in place of an old one where that is allowed."""
+    def create(self, config: Run, environment: dict[str, Any], *, overwrite: bool = False) -> None:
+        """Starts a new run here, in place of an old one where that is allowed. config.json, by which a run is known, is
+        the last to go and the last to come: a kill in between leaves a run, or what `check` takes for none."""
         self.check(overwrite=overwrite)
-        self._clear()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.write("config.json", configs.to_dict(config))
-
-    def _clear(self) -> None:
-        for name in ("summary.json", "config.json", "environment.json", "metrics.jsonl"):
-            (self.path / name).unlink(missing_ok=True)
-        for path in self.path.glob("events.out.tfevents.*"):
-            path.unlink()
         shutil.rmtree(self.checkpoints, ignore_errors=True)
+        for path in (*self.path.glob("events.out.tfevents.*"), *self.path.glob("*.tmp")):
+            path.unlink()
+        for name in ("summary.json", "metrics.jsonl", "config.json"):
+            (self.path / name).unlink(missing_ok=True)
+        self.write("environment.json", environment)
+        self.write("config.json", configs.to_dict(config))
 
     def check_data(self, dataset: Dataset) -> None:
         """Refuses a data set that is not the one this run was trained on."""
@@ -97,12 +95,10 @@ class RunFolder:
     def write(self, name: str, content: Any) -> None:
         write_whole(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
 
-    def record_environment(self, environment: dict[str, Any], *, resumed: bool) -> None:
-        """Where the run started, and where it went on if that was later."""
-        if resumed and (self.path / "environment.json").exists():
-            first = self.read("environment.json")
-            environment = {**first, "resumed": [*first.get("resumed", []), environment]}
-        self.write("environment.json", environment)
+    def add_environment(self, environment: dict[str, Any]) -> None:
+        """Where the run went on, beside where it started."""
+        first = self.read("environment.json")
+        self.write("environment.json", {**first, "resumed": [*first.get("resumed", []), environment]})
 
     def append(self, row: Row) -> None:
         with open(self.path / "metrics.jsonl", "a") as file:
@@ -111,3 +107,8 @@ class RunFolder:
     def rewrite_metrics(self, rows: list[Row]) -> None:
         """Takes the metrics back to a checkpoint's point."""
         write_whole(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def _is_beginning(path: Path) -> bool:
+    """Whether a file is what a kill may leave before there is a run."""
+    return path.name in (".lock", "environment.json") or path.suffix == ".tmp"

@@ -88,7 +88,9 @@ def _interleave(
         step = max((error.step for error in stopped), default=0)
         raise Stopped(stop.signal, step, [f for error in stopped for f in error.folders], len(make) - started)
     if diverged:
-        raise diverged[0]
+        first, *others = diverged
+        first.others = others
+        raise first
     return [done[number] for number in sorted(done)]
 
 

@@ -24,14 +24,19 @@ class Recorder:
         self._writer = checkpoint.Writer(folder.checkpoints) if folder else None
         self._board: Any = None
         self._lock = contextlib.ExitStack()
+        self._newest = checkpoint.names(folder.checkpoints, "step")[:1] if folder else []
 
     def start(self, environment: dict[str, Any], history: list[Row], *, resumed: bool, overwrite: bool) -> None:
         if self.folder is None:
             return
         self._lock.enter_context(self.folder.held())
         if not resumed:
-            self.folder.create(self.config, overwrite=overwrite)
-        self.folder.record_environment(environment, resumed=resumed)
+            self.folder.create(self.config, environment, overwrite=overwrite)
+        else:
+            if self.folder.finished or checkpoint.names(self.folder.checkpoints, "step")[:1] != self._newest:
+                raise ValueError(f"another process has gone on with {self.folder.path} meanwhile; look at it again")
+            self.folder.add_environment(environment)
+            checkpoint.drop_best(self.folder.checkpoints, {row["step"] for row in history})
         self.folder.rewrite_metrics(history)
         if self.tensorboard:
             self._board = _tensorboard(self.folder.path, history[-1]["step"] + 1 if history else 0)
@@ -63,12 +68,12 @@ class Recorder:
             self.folder.write("summary.json", dataclasses.asdict(summary))
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer.wait()
-        self._lock.close()
+        with self._lock:  # let go in any case
+            if self._board is not None:
+                self._board.close()
+            if self._writer is not None:
+                self._writer.close()
+                self._writer.wait()
 
 
 def load(folder: RunFolder, config: Run) -> tuple[dict[str, Tensor], Row, list[str]] | None:
@@ -77,7 +82,20 @@ def load(folder: RunFolder, config: Run) -> tuple[dict[str, Tensor], Row, list[s
         raise ValueError(f"{folder.path} holds a run with another config; resume it with the config in its config.json")
     if folder.finished:
         raise ValueError(f"{folder.path} holds a finished run; there is nothing to resume")
-    return checkpoint.read_newest(folder.checkpoints)
+    found = checkpoint.read_newest(folder.checkpoints)
+    if found is not None:
+        _check_config(folder, configs.from_dict(Run, found[1]["config"]), config)
+    return found
+
+
+def _check_config(folder: RunFolder, trained: Run, config: Run) -> None:
+    """Refuses a config.json that was changed after the run began; the data may have moved."""
+    for name, then, now in configs.differences(trained, config):
+        if name != "data.root":
+            raise ValueError(
+                f"{folder.path / 'config.json'} has {name} {now}, but the run was trained with {then} so far; put it"
+                " back, or start a new run"
+            )
 
 
 def load_weights(folder: str | Path, which: str = "last") -> dict[str, Tensor]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ class Stopped(RuntimeError):
     def __init__(self, number: int, step: int, folders: list[Path], unstarted: int = 0) -> None:
         text = f"stopped by {signal.Signals(number).name} after step {step}"
         if folders:
-            text += f"; continue with: oqc train {' '.join(f'--resume {folder}' for folder in folders)}"
+            runs = (f"--resume {shlex.quote(str(folder))}" for folder in folders)
+            text += f"; continue with: oqc train {' '.join(runs)}"
         if unstarted:
             text += f"; {unstarted} further runs were not started"
         super().__init__(text)
@@ -30,7 +32,10 @@ class Stopped(RuntimeError):
 
 
 class Diverged(RuntimeError):
-    """Too many non-finite steps in a row; the weights are those of the last finite step."""
+    """Too many non-finite steps in a row; the weights are those of the last finite step. `others` are runs beside this
+    one that ended so too."""
+
+    others: Sequence[Diverged] = ()
 
     def __init__(self, row: int, step: int, folder: Path | None) -> None:
         where = f"; the last finite state is in {folder / 'checkpoints'}" if folder else ""

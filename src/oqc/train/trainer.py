@@ -112,7 +112,8 @@ class Trainer:
             for name, split in splits.items()
         }
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.watch, self.mailbox, self.pace = Stopwatch(self.device), Mailbox(self.step.stats), Pace()
+        self.watch, self.mailbox = Stopwatch(self.device), Mailbox(self.step.stats)
+        self.pace = Pace(most=train.eval_every * self.per_epoch)  # at least one look between two evaluations
 
         self.done = 0  # steps enqueued
         self.history: list[Row] = []

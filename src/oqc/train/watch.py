@@ -7,6 +7,8 @@ import time
 import torch
 from torch import Tensor
 
+MOST = 64  # steps between two looks
+
 
 class Mailbox:
     """Brings a small device tensor to the host one exchange late, so that the device always has work queued."""
@@ -63,8 +65,8 @@ class Pace:
     `every` is what holds. It is set from outside, since several processes must look at the same steps.
     """
 
-    def __init__(self, interval: float = 0.2, most: int = 64) -> None:
-        self.interval, self.most = interval, most
+    def __init__(self, interval: float = 0.2, most: int = MOST) -> None:
+        self.interval, self.most = interval, min(most, MOST)
         self.every = self.wanted = 1
         self._step, self._time = 0, time.perf_counter()
 
