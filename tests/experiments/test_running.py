@@ -11,7 +11,7 @@ import torch
 
 from oqc.config import Run, from_dict
 from oqc.experiments import running
-from oqc.experiments.job import Job
+from oqc.experiments.job import Built, Job
 from oqc.experiments.running import train_jobs
 from oqc.experiments.suites import run_of
 from oqc.models import counting
@@ -112,8 +112,13 @@ def test_beside_other_work_nothing_is_measured(alone, monkeypatch):
 
 def test_a_group_in_which_one_diverges_keeps_the_others(in_processes, alone, monkeypatch):
     monkeypatch.setattr(running, "GAIN", 0.0)
-    for one, record in in_turn(JOBS[1:]).items():
-        assert without_times(record) == without_times(in_processes[one.preset])
+    builds = []
+    monkeypatch.setattr(running, "Built", lambda *args: builds.append(args[0]) or Built(*args))
+    found = in_turn(JOBS[1:])
+    for one, record in found.items():
+        expected = without_times(in_processes[one.preset])
+        assert without_times(record) == (expected if isinstance(expected, str) else expected | {"at_once": 2})
+    assert builds.count(JOBS[1]) <= 2  # nothing is trained again: one to see how many fit, one to train
 
 
 def test_a_finished_run_is_kept_without_its_mechanism(alone, monkeypatch):

@@ -143,9 +143,9 @@ def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[st
     except (Stopped, Diverged) as end:
         for path in filter(lambda path: RunFolder(path).finished, runs):
             console.print(_line(path, Summary(**RunFolder(path).read("summary.json"))), highlight=False, markup=False)
-        for one in (end, *(end.others if isinstance(end, Diverged) else ())):
-            if not console.quiet:
-                typer.echo(str(one), err=True)
+        found = end.outcomes.values() if isinstance(end, Diverged) else (end,)
+        if not console.quiet:
+            typer.echo("\n".join(str(one) for one in found if not isinstance(one, Summary)), err=True)
         raise typer.Exit(128 + end.signal if isinstance(end, Stopped) else 1) from None
     for path, summary in zip(runs, summaries, strict=True):
         console.print(_line(path, summary), highlight=False, markup=False)

@@ -23,7 +23,7 @@ import torch
 
 from oqc.experiments.job import Built, Job, Limited, Outcome
 from oqc.report import Record
-from oqc.train import Diverged, Progress, Silent, Trainer, replay_rate, train_many
+from oqc.train import Diverged, Progress, Silent, Summary, Trainer, replay_rate, train_many
 from oqc.train.environment import environment
 from oqc.train.many import GAIN, MEASURED
 from oqc.train.step import room_for_compiled_models
@@ -88,7 +88,7 @@ def _in_turn(
                     one.measure_alone()
             if stop.signal is not None:  # came while these were built
                 return
-            done = _train(group, build)
+            done = _train(group)
             group = []  # lets go of the graphs and their memory before the next ones are built
             gc.collect()
             yield from done
@@ -114,15 +114,17 @@ def _faster_together(first: Built, most: int) -> int:
     return len(trainers)
 
 
-def _train(group: list[Built], build: Callable[[Job], Built]) -> list[Outcome]:
+def _train(group: list[Built]) -> list[Outcome]:
     try:
-        summaries = train_many([functools.partial(_trainer, one) for one in group], len(group))
+        found: Sequence[Summary | Diverged] = train_many(
+            [functools.partial(_trainer, one) for one in group], len(group)
+        )
     except Diverged as error:
-        if len(group) == 1:
-            return [(group[0].job, str(error))]
-        return [outcome for one in group for outcome in _train([build(one.job)], build)]
-    finished = zip(group, summaries, strict=True)
-    return [(one.job, one.record(summary, at_once=len(group))) for one, summary in finished]
+        found = [error.outcomes[number] for number in range(len(group))]
+    return [
+        (one.job, str(end) if isinstance(end, Diverged) else one.record(end, at_once=len(group)))
+        for one, end in zip(group, found, strict=True)
+    ]
 
 
 def _trainer(built: Built) -> Trainer:

@@ -179,10 +179,11 @@ def mechanism(ours: Values, paper: Values) -> str:
 
 def _decades(axes: Any) -> None:
     """A logarithmic axis of whole powers of ten."""
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     shown = [float(y) for line in axes.lines for y in line.get_ydata() if y > 0]
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(numticks=12))
     axes.yaxis.set_minor_locator(NullLocator())
     if shown:
         low, high = math.log10(min(shown)), math.log10(max(shown))

@@ -62,7 +62,7 @@ def _interleave(
     """Feeds up to `limit` runs in turn until all are done; `built` are the first of them, which exist already."""
     done: dict[int, Summary] = {}
     stopped: list[Stopped] = []
-    diverged: list[Diverged] = []
+    diverged: dict[int, Diverged] = {}
     active: dict[int, Generator[None, None, Summary]] = {}
     started = 0
     while active or (started < len(make) and stop.signal is None):
@@ -80,7 +80,7 @@ def _interleave(
             except Stopped as error:
                 stopped.append(error)
             except Diverged as error:
-                diverged.append(error)
+                diverged[number] = error
             else:
                 continue
             del active[number]
@@ -88,8 +88,8 @@ def _interleave(
         step = max((error.step for error in stopped), default=0)
         raise Stopped(stop.signal, step, [f for error in stopped for f in error.folders], len(make) - started)
     if diverged:
-        first, *others = diverged
-        first.others = others
+        first = diverged[min(diverged)]
+        first.outcomes = {**done, **diverged}
         raise first
     return [done[number] for number in sorted(done)]
 

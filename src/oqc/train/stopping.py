@@ -5,11 +5,13 @@ from __future__ import annotations
 import shlex
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
+
+from oqc.train.summary import Summary
 
 
 @dataclass
@@ -32,10 +34,12 @@ class Stopped(RuntimeError):
 
 
 class Diverged(RuntimeError):
-    """Too many non-finite steps in a row; the weights are those of the last finite step. `others` are runs beside this
-    one that ended so too."""
+    """Too many non-finite steps in a row; the weights are those of the last finite step.
 
-    others: Sequence[Diverged] = ()
+    `outcomes` are those of all runs that were trained with this one, by their number: a summary, or another of these.
+    """
+
+    outcomes: Mapping[int, Summary | Diverged] = MappingProxyType({})
 
     def __init__(self, row: int, step: int, folder: Path | None) -> None:
         where = f"; the last finite state is in {folder / 'checkpoints'}" if folder else ""
