@@ -4,6 +4,7 @@ import torch
 import oqc
 from oqc.analysis import METRICS, SEPARATION, chance_level, geometry, mechanism, overlap
 from oqc.config import FFN, Model
+from oqc.report.records import MECHANISM
 
 SMALL = {"image_size": 8, "patch_size": 4, "channels": 1, "num_classes": 3, "width": 16, "depth": 2, "heads": 2}
 
@@ -73,3 +74,7 @@ def test_no_batches():
 def test_the_separation_set_beside_the_papers_is_a_candidate():
     assert SEPARATION in METRICS
     assert SEPARATION.startswith("separation_")
+
+
+def test_every_metric_has_its_place_in_a_row():
+    assert set(MECHANISM) == set(METRICS)
