@@ -21,7 +21,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # as of a full disk
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # as of a full disk
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     if os.name == "posix":
