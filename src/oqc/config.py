@@ -133,7 +133,7 @@ class Train:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch", "lr", "adam_eps", "eval_every", "nan_limit"):
             check_positive(name, getattr(self, name))
-        for name in ("weight_decay", "warmup", "clip", "seed"):
+        for name in ("weight_decay", "warmup", "clip"):
             check_not_negative(name, getattr(self, name))
         check_range("smoothing", self.smoothing, 0.0, 1.0)
         check_range("ema", self.ema, 0.0, 1.0)

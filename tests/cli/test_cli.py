@@ -46,7 +46,7 @@ def test_models_as_a_table():
         (("train", "--data", "digits", "--host", "mpl", "--dry-run"), "host must be one of"),
         (("train", "--data", "digits", "--seeds", "0,,1", "--dry-run"), "--seeds must be whole numbers"),
         (("train", "--data", "digits", "--seeds", "0,-1", "--dry-run"), "--seeds must be 0 or more, got '0,-1'"),
-        (("train", "--data", "digits", "--set", "train.seed=-1", "--dry-run"), "seed must be 0 or more"),
+        (("train", "--data", "digits", "--set", "train.seed=-1", "--dry-run"), "train.seed must be 0 or more, got -1"),
         (("train", "--data", "digits", "--root", "/tmp", "--epochs", "1"), "root is not for digits"),
         (("data", "prepare", "digits", "--root", "/tmp"), "root is not for digits, which come with scikit-learn"),
         (("demo", "--out", "/dev/null/x"), "--out must be a folder that can be written, but /dev/null is a file"),

@@ -11,7 +11,7 @@ import torch
 
 from oqc.config import Run, from_dict
 from oqc.experiments import running
-from oqc.experiments.job import Built, Job
+from oqc.experiments.job import Built, Job, OutOfTime
 from oqc.experiments.running import train_jobs
 from oqc.experiments.suites import run_of
 from oqc.models import counting
@@ -108,6 +108,18 @@ def test_beside_other_work_nothing_is_measured(alone, monkeypatch):
     assert speed_of(record) is None
     (row,) = rows([record])
     assert (row["images_per_s"], row["seconds"]) == (None, None)
+
+
+def test_a_run_that_takes_too_long_lets_those_beside_it_end():
+    limits = {JOBS[0].preset: 1e9, JOBS[1].preset: 1e-3}
+    long = [dataclasses.replace(one, run=dataclasses.replace(one.run, train=train)) for one, train in (
+        (JOBS[0], JOBS[0].run.train), (JOBS[1], dataclasses.replace(JOBS[1].run.train, epochs=1000)))]  # fmt: skip
+    options = {"limit": lambda job: limits[job.preset], "workers": 2}
+    [(kept, record)] = train_jobs(long, CPU, StopRequest(), **options)
+    assert kept.preset == JOBS[0].preset
+    assert record["best"] > 0
+    with pytest.raises(OutOfTime, match="it would take about"):
+        list(train_jobs(long[1:], CPU, StopRequest(), **options))
 
 
 def test_a_group_in_which_one_diverges_keeps_the_others(in_processes, alone, monkeypatch):

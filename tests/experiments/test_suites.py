@@ -87,7 +87,9 @@ def test_no_run_is_started_that_would_not_end_in_time(runs, tmp_path, monkeypatc
     assert limits == [60, None]  # how long a run takes is known from the first one on
     assert [record["wall_seconds"] for record in found.records] == [25, 25]
     # Another process knows from the file how long a run takes.
-    assert len(reproduce("table1", tmp_path, seeds=1, minutes=0.4, **TINY).records) == 2
+    with pytest.raises(ValueError, match=r"--minutes 0.4 is too short for a run: one takes about 25 s here"):
+        reproduce("table1", tmp_path, seeds=1, minutes=0.4, **TINY)
+    assert len(reproduce("table1", tmp_path, seeds=1, minutes=0, **TINY).records) == 2  # what is left?
     assert len(reproduce("table1", tmp_path, seeds=1, minutes=1, **TINY).records) == 4
     assert not reproduce("table1", tmp_path, seeds=1, minutes=1, **TINY).left
 
@@ -237,10 +239,12 @@ def test_runs_side_by_side_are_not_counted_twice():
 
 def test_a_time_too_short_for_one_run_is_told_after_an_epoch(tmp_path):
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"--minutes 0.01 is too short for a run: it would take about \d+ s here"):
-        reproduce("vit-tiny", tmp_path, seeds=1, minutes=0.01, workers=1, data="digits", epochs=1000)
+    with pytest.raises(ValueError, match=r"--minutes 0.5 is too short for a run: it would take about \d+ s here"):
+        reproduce("vit-tiny", tmp_path, seeds=1, minutes=0.5, workers=1, data="digits", epochs=10_000)
     assert time.monotonic() - began < 60
     assert not (tmp_path / "runs.jsonl").exists()
+    with pytest.raises(ValueError, match=r"is too short for a run: it was over before one could start"):
+        reproduce("vit-tiny", tmp_path, seeds=1, minutes=1e-9, workers=1, data="digits", epochs=1)
 
 
 def test_a_limit_holds_from_the_first_evaluation_alone(monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_run import TinyNet, run_until, tiny_config, tiny_data, tiny_trainer
 
-from oqc.train import Trainer
+from oqc.train import RunFolder, Trainer
 from oqc.train.environment import find_device
 from oqc.train.numerics import numerics
 from oqc.train.stopping import StopRequest
@@ -67,6 +67,9 @@ def test_a_config_changed_by_hand_is_not_resumed(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"lr": 0.01', '"lr": 0.5'))
     with pytest.raises(ValueError, match=r"config.json has train.lr 0.5, but the run was trained with 0.01 so far"):
         tiny_trainer(tiny_config(lr=0.5), tmp_path / "run", resume=True)
+    path.write_text(path.read_text().replace('"lr": 0.5', '"lr": 0.01').replace('"name": "tiny"', '"name": "moved"'))
+    moved = tiny_config({"name": "moved"})  # its digest is what counts
+    assert tiny_trainer(moved, tmp_path / "run", resume=True).done == 5
 
 
 class Killed(BaseException):
@@ -81,6 +84,7 @@ def test_a_kill_while_a_run_begins_leaves_a_folder_to_begin_in(
     """Killed before any of the changes that starting a run makes to its folder, with and without a run in it."""
     if overwrite:
         tiny_trainer(folder=tmp_path / "run").fit()
+        (tmp_path / "run" / "export").mkdir()
     left = after
 
     def counted(function: Any) -> Any:
@@ -100,7 +104,22 @@ def test_a_kill_while_a_run_begins_leaves_a_folder_to_begin_in(
         patch.setattr("shutil.rmtree", counted(shutil.rmtree))
         with pytest.raises(Killed):
             trainer.fit()
-    assert tiny_trainer(folder=tmp_path / "run", overwrite=True).fit().steps == 32
+    folder = RunFolder(tmp_path / "run")
+    if (folder.path / "config.json").exists():  # there is a run: whole, or to be gone on with
+        assert folder.finished == (folder.checkpoints.exists() and (folder.path / "summary.json").exists())
+        if not folder.finished:
+            assert tiny_trainer(folder=folder.path, resume=True).done in (0, 32)
+    assert tiny_trainer(folder=folder.path, overwrite=(folder.path / "config.json").exists()).fit().steps == 32
+
+
+def test_files_of_others_are_not_taken_for_a_beginning(tmp_path: Path) -> None:
+    for name in ("thesis.tmp", "environment.json", "config.json.tmp"):
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        with pytest.raises(ValueError, match="is not empty and holds no run; choose another folder"):
+            tiny_trainer(folder=folder, overwrite=True)
+        assert (folder / name).read_text() == "mine"
 
 
 def test_a_failed_write_names_the_file_and_lets_go_of_the_folder(
@@ -123,12 +142,16 @@ def test_a_failed_write_names_the_file_and_lets_go_of_the_folder(
 
 def test_a_run_that_another_process_ended_meanwhile_is_left_alone(tmp_path: Path) -> None:
     run_until(tiny_trainer(folder=tmp_path / "run"), 5, 15)
-    late = tiny_trainer(folder=tmp_path / "run", resume=True)
-    tiny_trainer(folder=tmp_path / "run", resume=True).fit()
-    before = contents(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"another process has gone on with .*run meanwhile"):
-        late.fit()
-    assert contents(tmp_path / "run") == before
+    for finish in (False, True):
+        late = tiny_trainer(folder=tmp_path / "run", resume=True)
+        if finish:
+            tiny_trainer(folder=tmp_path / "run", resume=True).fit()
+        else:
+            run_until(tiny_trainer(folder=tmp_path / "run", resume=True), 20, 15)
+        before = contents(tmp_path / "run")
+        with pytest.raises(ValueError, match=r"another process has gone on with .*run meanwhile"):
+            late.fit()
+        assert contents(tmp_path / "run") == before
 
 
 def test_the_best_of_a_step_that_was_never_saved_goes(tmp_path: Path) -> None:

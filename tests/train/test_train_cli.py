@@ -238,3 +238,21 @@ def test_predict_takes_as_many_channels_as_the_run_has(tmp_path: Path, monkeypat
     assert oqc("train", *options(tmp_path / "four.npz", "--epochs", "1", "--out", str(run))).exit_code == 0
     Image.fromarray(images[0]).save(tmp_path / "one.png")
     assert oqc("predict", str(run), str(tmp_path / "one.png")).stdout.count("%") == 2
+
+
+def test_a_stop_tells_of_this_commands_runs_alone(npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of those that it would have replaced later."""
+    out = ("--seeds", "0,1,2", "--out", str(tmp_path / "runs"))
+    assert oqc("train", *options(npz, "--epochs", "1"), *out).exit_code == 0
+    step = Trainer._look
+
+    def signalled(self: Trainer, stop: StopRequest) -> None:
+        if self.config.train.seed == 1 and self.done == 2:
+            signal.raise_signal(signal.SIGTERM)
+        step(self, stop)
+
+    monkeypatch.setattr(Trainer, "_look", signalled)
+    ended = oqc("train", *options(npz, "--epochs", "2"), *out, "--overwrite")
+    assert ended.exit_code == 128 + signal.SIGTERM
+    assert [f"s{seed}: best" in ended.stdout for seed in range(3)] == [True, False, False]
+    assert "1 further runs were not started" in ended.stderr

@@ -28,7 +28,7 @@ def list_sets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON."
             packs.append(_describe(folder))
         except ValueError as error:
             damaged.append({"name": folder.name.rpartition("-")[0], "pack": str(folder), "damaged": str(error)})
-    missing = sorted(set(sources.KNOWN) - {row["name"] for row in packs})
+    missing = sorted(set(sources.KNOWN) - {row["name"] for row in packs + damaged})
     rows = packs + [{"name": name, "pack": None} for name in missing]
     if as_json:
         typer.echo(json.dumps(rows + damaged, indent=1))

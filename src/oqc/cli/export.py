@@ -45,15 +45,15 @@ def export(
         fold_model(model)
     target.mkdir(parents=True, exist_ok=True)
     shape = (config.model.channels, config.model.image_size, config.model.image_size)
+    data = folder.read("environment.json").get("data", {})
+    wanted = {"shape": shape, "range": [0, 1], **{name: data.get(name) for name in ("mean", "std", "classes")}}
+    write_whole(target / INPUT, json.dumps(wanted, indent=1) + "\n")  # first: it is what an export is known by
     if to == "safetensors":
         save(model, target)
     elif to == "onnx":
         to_onnx(model, path, torch.zeros(1, *shape))
     else:
         to_torch_export(model, path, torch.zeros(1, *shape))
-    data = folder.read("environment.json").get("data", {})
-    wanted = {"shape": shape, "range": [0, 1], **{name: data.get(name) for name in ("mean", "std", "classes")}}
-    write_whole(target / INPUT, json.dumps(wanted, indent=1) + "\n")
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB, {checkpoint} weights{', folded' if fold else ''})")
 
 

@@ -25,7 +25,9 @@ from oqc.train import Progress, Silent, Status
 def reproduce(
     suite: Annotated[str, typer.Argument(metavar="SUITE", help=", ".join(suites.SUITES))],
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for each model: 0 to N - 1.")] = 3,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Start no run that would not end in this time.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Start no run that would not end in this time; 0: tell what is left.")
+    ] = None,
     data: Annotated[str, typer.Option(help=", ".join(suites.DATA) + " (small models, for a CPU)")] = "cifar100",
     data_dir: Annotated[Path | None, typer.Option(help="Where the data set's archive or folder lies.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Other epochs than the protocol's.")] = None,

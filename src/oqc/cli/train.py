@@ -141,11 +141,12 @@ def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[st
                 make.append(partial(_trainer, run, datasets[run.data], path, display, options))
             summaries = train_many(make, at_once if at_once == "auto" else int(at_once))
     except (Stopped, Diverged) as end:
-        for path in filter(lambda path: RunFolder(path).finished, runs):
-            console.print(_line(path, Summary(**RunFolder(path).read("summary.json"))), highlight=False, markup=False)
-        found = end.outcomes.values() if isinstance(end, Diverged) else (end,)
+        for number, found in sorted(end.outcomes.items()):
+            if isinstance(found, Summary):
+                console.print(_line(list(runs)[number], found), highlight=False, markup=False)
+        reasons = [str(found) for found in end.outcomes.values() if isinstance(found, Diverged)]
         if not console.quiet:
-            typer.echo("\n".join(str(one) for one in found if not isinstance(one, Summary)), err=True)
+            typer.echo("\n".join(reasons if isinstance(end, Diverged) else [*reasons, str(end)]), err=True)
         raise typer.Exit(128 + end.signal if isinstance(end, Stopped) else 1) from None
     for path, summary in zip(runs, summaries, strict=True):
         console.print(_line(path, summary), highlight=False, markup=False)
@@ -186,9 +187,12 @@ def resolve(preset: str | None, model: str | None, changes: list[str]) -> Run:
     ends = [f"model.image_size={size}", f"model.channels={channels}", f"model.num_classes={classes}"]
     if preset is None or data.name != run.data.name:
         ends += AUGMENT.get(data.name, [])
-    if data.name not in SHAPES and data.root is None:  # found again from any folder
-        changes = [*changes, f"data.name={Path(data.name).expanduser().absolute()}"]
+    place = "data.root" if data.root is not None else "data.name" if data.name not in SHAPES else None
+    if place is not None:  # found again from any folder
+        changes = [*changes, f"{place}={Path(data.root or data.name).expanduser().absolute()}"]
     run = configs.override(run, ends + changes)
+    if run.train.seed < 0:
+        raise ValueError(f"train.seed must be 0 or more, got {run.train.seed}")
     create_model(run.model, backend=run.train.backend, device="meta")  # every mistake shows before anything starts
     return run
 

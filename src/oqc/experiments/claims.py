@@ -86,7 +86,7 @@ CAPACITY = tuple(
     for (name, row), size in zip(COMPLEMENTS.items(), _WIDENED, strict=True)
 )
 
-_OTHER = "likely something else than the gate's start: what is left is the rank, which low-rank has lower"
+_OTHER = "likely something else than the gate's start, or that a scalar gate does not suit R 83: dynamic has it too"
 GATE_START = (
     _asked("OQC-static does better from 0.12 than from 0.5", OURS, STATIC_CLOSED, STATIC, _OTHER),
     _asked("OQC-static from 0.12 beats AFBO+PR", OURS, STATIC_CLOSED, AFBO, _OTHER),

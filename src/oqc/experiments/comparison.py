@@ -43,9 +43,18 @@ class Comparison:
 
     def speed(self, preset: str) -> float | None:
         """Training throughput as a share of AFBO+PR's, as far as one version of the code trained both."""
+        pairs = self._speeds(preset)
+        return statistics.fmean(own / base for own, base in pairs) if pairs else None
+
+    def images_per_s(self, preset: str) -> float | None:
+        """Training throughput by the versions of the code that trained AFBO+PR too."""
+        pairs = self._speeds(preset)
+        return statistics.fmean(own for own, _ in pairs) if pairs else None
+
+    def _speeds(self, preset: str) -> list[tuple[float, float]]:
+        """Images/s of a preset and of AFBO+PR, for each version of the code that has both."""
         own, base = (_speeds(self.frozen, name) for name in (preset, AFBO))
-        ratios = [own[commit] / base[commit] for commit in own.keys() & base.keys()]
-        return statistics.fmean(ratios) if ratios else None
+        return [(own[commit], base[commit]) for commit in own if commit in base]
 
 
 def compare(records: Sequence[Record]) -> Comparison:

@@ -115,7 +115,7 @@ def _shared(of: comparison.Comparison) -> str:
 
 def _wall(of: comparison.Comparison) -> str:
     """What a suite takes beside its runs' own time: to build, compile, measure and write."""
-    timed = [record for record in of.records if "wall_seconds" in record and is_timed(record)]
+    timed = [r for r in of.records if "wall_seconds" in r and is_timed(r) and r["environment"].get("device") == "cuda"]
     if not timed:
         return ""
     own = sum(record["seconds"] / record.get("at_once", 1) for record in timed)
@@ -128,7 +128,7 @@ def _left_out(of: comparison.Comparison) -> str:
     if not of.left_out:
         return ""
     named = ", ".join(f"{record['preset']} (seed {record['seed']})" for record in of.left_out)
-    return f"\nOf another schedule or another model than the others of their preset, and left out: {named}.\n"
+    return f"\nOf another schedule than AFBO+PR's or another model than their preset's, and left out: {named}.\n"
 
 
 def _is_of_suites(record: Record) -> bool:

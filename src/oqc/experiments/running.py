@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from oqc.experiments.job import Built, Job, Limited, Outcome
+from oqc.experiments.job import Built, Job, Limited, Outcome, OutOfTime
 from oqc.report import Record
 from oqc.train import Diverged, Progress, Silent, Summary, Trainer, replay_rate, train_many
 from oqc.train.environment import environment
 from oqc.train.many import GAIN, MEASURED
 from oqc.train.step import room_for_compiled_models
-from oqc.train.stopping import StopRequest
+from oqc.train.stopping import Ended, StopRequest
 
 
 def train_jobs(
@@ -116,13 +116,11 @@ def _faster_together(first: Built, most: int) -> int:
 
 def _train(group: list[Built]) -> list[Outcome]:
     try:
-        found: Sequence[Summary | Diverged] = train_many(
-            [functools.partial(_trainer, one) for one in group], len(group)
-        )
+        found: Sequence[Summary | Ended] = train_many([functools.partial(_trainer, one) for one in group], len(group))
     except Diverged as error:
         found = [error.outcomes[number] for number in range(len(group))]
     return [
-        (one.job, str(end) if isinstance(end, Diverged) else one.record(end, at_once=len(group)))
+        (one.job, one.record(end, at_once=len(group)) if isinstance(end, Summary) else str(end))
         for one, end in zip(group, found, strict=True)
     ]
 
@@ -169,21 +167,29 @@ def _in_processes(
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     under_way: dict[Future[Any], Job] = {}
+    late: OutOfTime | None = None  # one that takes too long lets those beside it end
+    any_ended = False
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         try:
             while stop.signal is None:
-                for job in itertools.islice(jobs, workers - len(under_way)):
+                for job in itertools.islice(jobs, 0 if late else workers - len(under_way)):
                     under_way[pool.submit(_work, job, limit(job))] = job
                 if not under_way:
+                    if late is not None and not any_ended:
+                        raise late
                     return
                 for future in wait(under_way, timeout=0.5, return_when=FIRST_COMPLETED).done:
                     job = under_way.pop(future)
                     try:
                         found = future.result()
+                    except OutOfTime as error:
+                        late = error
+                        continue
                     except BrokenProcessPool:
                         if stop.signal is not None:  # the same signal reached the worker
                             return
                         raise ChildProcessError(f"the process of {job} was killed; out of memory?") from None
+                    any_ended = True
                     yield job, found
         finally:
             if under_way:  # whoever ends this early does not wait for runs that nobody will hear of

@@ -84,7 +84,6 @@ def suite_section(of: Comparison, suite: Suite) -> str:
         row, paper = of.rows.get(preset, {}), published_value(suite.place, preset)
         gain = of.gain(preset, base) if preset != base else None
         size, theirs = (published_mean(suite.place, preset, name) for name in ("parameters_m", "images_per_s"))
-        speed = of.speed(preset)
         body.append(
             [
                 title_of(preset),
@@ -95,8 +94,8 @@ def suite_section(of: Comparison, suite: Suite) -> str:
                 str(row["seeds"]) if row else "",
                 signed(published_gain(suite.place, preset, base)) if preset != base else "",
                 findings.interval(gain) if gain else "",
-                beside(number(row["images_per_s"] if row and speed else None, ",.0f"), number(theirs, ",.0f")),
-                beside(number(speed), number(published_speed(preset)) if suite.place == "table 1" else ""),
+                beside(number(of.images_per_s(preset), ",.0f"), number(theirs, ",.0f")),
+                beside(number(of.speed(preset)), number(published_speed(preset)) if suite.place == "table 1" else ""),
             ]
         )
     text = f"{suite.text}\n\n" if suite.text else ""

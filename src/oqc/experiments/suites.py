@@ -165,9 +165,13 @@ def reproduce(
         def left() -> float | None:
             return None if minutes is None else 60 * minutes - (time.monotonic() - began)
 
+        refused: list[Job] = []
+
         def may_start(job: Job) -> bool:
             seconds = left()
-            return stop.signal is None and (seconds is None or (clock.expected(job) or 0.0) <= seconds)
+            fits = seconds is None or (clock.expected(job) or 0.0) <= seconds
+            refused.extend(() if fits else [job])
+            return fits and stop.signal is None
 
         def unknown(job: Job) -> float | None:
             return left() if clock.expected(job) is None else None
@@ -193,6 +197,10 @@ def reproduce(
                 signal = end.signal
             except OutOfTime as end:
                 raise ValueError(f"--minutes {minutes:g} is too short for a run: {end}") from None
+        if minutes and refused and not clock.own and not failed and signal is None:  # 0 asks what is left
+            needed = clock.expected(refused[0])
+            why = "it was over before one could start" if needed is None else f"one takes about {needed:.0f} s here"
+            raise ValueError(f"--minutes {minutes:g} is too short for a run: {why}")
     return Result(
         records=[records[job.preset, job.seed] for job in jobs if (job.preset, job.seed) in records],
         left=[job for job in jobs if (job.preset, job.seed) not in records],

@@ -101,17 +101,21 @@ def candidates(module: nn.Module, split: bool = False) -> Iterator[Layout]:
     children = list(module.named_children())
     linears = [(name, child) for name, child in children if isinstance(child, nn.Linear)]
     others = [(name, child) for name, child in children if not isinstance(child, nn.Linear)]
-    acts = [name for name, child in others if not isinstance(child, (nn.Dropout, nn.Identity)) and not _weighted(child)]
-    if len(acts) > 1 or any(next(child.children(), None) is not None for _, child in others):
+    activations = [
+        name for name, child in others if not isinstance(child, (nn.Dropout, nn.Identity)) and not _weighted(child)
+    ]
+    if len(activations) > 1 or any(next(child.children(), None) is not None for _, child in others):
         return
-    rest = {name: child for name, child in others if name not in acts}
+    rest = {name: child for name, child in others if name not in activations}
     order = [name for name, _ in children]
     for maps, down, packed in _linear_roles(linears, split):
         gated = packed or len(maps) == 2
         mixes: tuple[Literal["plain", "gate_first", "gate_last"], ...] = (
             ("gate_first", "gate_last") if gated else ("plain",)
         )
-        for act, mix, places in itertools.product(acts or FUNCTIONS, mixes, _placements(rest, order, maps, down)):
+        for act, mix, places in itertools.product(
+            activations or FUNCTIONS, mixes, _placements(rest, order, maps, down)
+        ):
             yield Layout(maps=maps, mix=mix, act=act, down=down, **places)
 
 

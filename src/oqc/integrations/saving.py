@@ -1,6 +1,6 @@
 """`save` and `load`: a folder with the tensors in safetensors and everything else in one JSON file, never code.
 
-`model.safetensors` is written before `oqc.json`, each to a temporary file that is renamed. The JSON holds the base
+`oqc.json` is written before `model.safetensors`, each to a temporary file that is renamed. The JSON holds the base
 model (oqc.integrations.bases), the injection, which tensors are one and the same, and the digest of the tensors.
 """
 
@@ -63,8 +63,8 @@ def save(
     tensors, tied = _distinct(model.state_dict())
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
     record |= {"tied": tied, "sha256": hashlib.sha256(data).hexdigest()}
-    write_whole(folder / TENSORS, data)
     write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
+    write_whole(folder / TENSORS, data)
 
 
 def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:

@@ -71,8 +71,8 @@ def wanted(backend: str, x: Tensor) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    plain = torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
-    return plain and not is_traceable_wrapper_subclass(x)
+    backward_only = torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+    return backward_only and not is_traceable_wrapper_subclass(x)
 
 
 def _operator(name: str, inputs: str, results: int) -> Callable[[Callable[..., Any]], Any]:

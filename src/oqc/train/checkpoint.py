@@ -89,12 +89,13 @@ def prune(folder: Path) -> None:
 
 
 def drop_best(folder: Path, steps: set[int]) -> None:
-    """Removes what was the best of a step that is not among these: a kill may have come before that step was saved, and
-    a run that goes on elsewhere may not come by the same weights again."""
-    for name in names(folder, "best"):
-        if int(name.removeprefix("best-")) not in steps:
-            for suffix in ("json", "safetensors"):
-                (folder / f"{name}.{suffix}").unlink(missing_ok=True)
+    """Removes what was the best of a step that is not among these, where there is one that is: a kill may have come
+    before that step was saved, and a run that goes on elsewhere may not come by the same weights again."""
+    found = names(folder, "best")
+    strange = [name for name in found if int(name.removeprefix("best-")) not in steps]
+    for name in strange if len(strange) < len(found) else ():
+        for suffix in ("json", "safetensors"):
+            (folder / f"{name}.{suffix}").unlink(missing_ok=True)
 
 
 class Writer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from oqc.data import Dataset
 from oqc.files import check_folder, write_whole
 
 Row = dict[str, Any]
+_PARTIAL = re.compile(r"(config|environment|summary)\.json\.[0-9a-f]{8}\.tmp|metrics\.jsonl\.[0-9a-f]{8}\.tmp")
 
 
 class RunFolder:
@@ -36,18 +38,19 @@ class RunFolder:
                 state = "a finished" if self.finished else "an unfinished"
                 way = "choose another folder" if self.finished else f"continue it with --resume {self.path}"
                 raise ValueError(f"{self.path} holds {state} run; {way}, or replace it with --overwrite")
-        elif self.path.exists() and not all(map(_is_beginning, self.path.iterdir())):
+        elif self.path.exists() and not _is_beginning(list(self.path.iterdir())):
             raise ValueError(f"{self.path} is not empty and holds no run; choose another folder")
 
     def create(self, config: Run, environment: dict[str, Any], *, overwrite: bool = False) -> None:
-        """Starts a new run here, in place of an old one where that is allowed. config.json, by which a run is known, is
-        the last to go and the last to come: a kill in between leaves a run, or what `check` takes for none."""
+        """Starts a new run here, in place of an old one where that is allowed. An old one is unfinished first, and its
+        config.json, by which a run is known, is replaced last: a kill in between leaves a run, or what `check` takes
+        for none."""
         self.check(overwrite=overwrite)
+        (self.path / "summary.json").unlink(missing_ok=True)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
-        for path in (*self.path.glob("events.out.tfevents.*"), *self.path.glob("*.tmp")):
+        (self.path / "metrics.jsonl").unlink(missing_ok=True)
+        for path in (*self.path.glob("events.out.tfevents.*"), *filter(_is_partial, self.path.glob("*.tmp"))):
             path.unlink()
-        for name in ("summary.json", "metrics.jsonl", "config.json"):
-            (self.path / name).unlink(missing_ok=True)
         self.write("environment.json", environment)
         self.write("config.json", configs.to_dict(config))
 
@@ -109,6 +112,12 @@ class RunFolder:
         write_whole(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def _is_beginning(path: Path) -> bool:
-    """Whether a file is what a kill may leave before there is a run."""
-    return path.name in (".lock", "environment.json") or path.suffix == ".tmp"
+def _is_beginning(paths: list[Path]) -> bool:
+    """Whether these are nothing, or what a kill leaves before there is a run."""
+    left = {path.name for path in paths if not _is_partial(path)}
+    return left <= {".lock"} or left == {".lock", "environment.json"}
+
+
+def _is_partial(path: Path) -> bool:
+    """Whether this is a file of ours that was not written to its end (`write_whole`)."""
+    return bool(_PARTIAL.fullmatch(path.name)) and path.is_file()

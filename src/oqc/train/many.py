@@ -86,7 +86,9 @@ def _interleave(
             del active[number]
     if stop.signal is not None and len(done) < len(make):
         step = max((error.step for error in stopped), default=0)
-        raise Stopped(stop.signal, step, [f for error in stopped for f in error.folders], len(make) - started)
+        halt = Stopped(stop.signal, step, [f for error in stopped for f in error.folders], len(make) - started)
+        halt.outcomes = {**done, **diverged}
+        raise halt
     if diverged:
         first = diverged[min(diverged)]
         first.outcomes = {**done, **diverged}

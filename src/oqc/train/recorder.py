@@ -19,12 +19,14 @@ from oqc.train.folder import Row, RunFolder
 class Recorder:
     """Does nothing where `folder` is None: a run without a folder, or a rank other than the first."""
 
-    def __init__(self, folder: RunFolder | None, config: Run, *, tensorboard: bool = False) -> None:
-        self.folder, self.config, self.tensorboard = folder, config, tensorboard
+    def __init__(
+        self, folder: RunFolder | None, config: Run, *, newest: list[str] | None = None, tensorboard: bool = False
+    ) -> None:
+        """`newest`: of a run to resume, the name of its newest checkpoint when it was loaded (`newest_of`)."""
+        self.folder, self.config, self.tensorboard, self._newest = folder, config, tensorboard, newest
         self._writer = checkpoint.Writer(folder.checkpoints) if folder else None
         self._board: Any = None
         self._lock = contextlib.ExitStack()
-        self._newest = checkpoint.names(folder.checkpoints, "step")[:1] if folder else []
 
     def start(self, environment: dict[str, Any], history: list[Row], *, resumed: bool, overwrite: bool) -> None:
         if self.folder is None:
@@ -33,7 +35,7 @@ class Recorder:
         if not resumed:
             self.folder.create(self.config, environment, overwrite=overwrite)
         else:
-            if self.folder.finished or checkpoint.names(self.folder.checkpoints, "step")[:1] != self._newest:
+            if self.folder.finished or newest_of(self.folder) != self._newest:
                 raise ValueError(f"another process has gone on with {self.folder.path} meanwhile; look at it again")
             self.folder.add_environment(environment)
             checkpoint.drop_best(self.folder.checkpoints, {row["step"] for row in history})
@@ -76,6 +78,11 @@ class Recorder:
                 self._writer.wait()
 
 
+def newest_of(folder: RunFolder) -> list[str]:
+    """The name of the newest checkpoint, if there is one."""
+    return checkpoint.names(folder.checkpoints, "step")[:1]
+
+
 def load(folder: RunFolder, config: Run) -> tuple[dict[str, Tensor], Row, list[str]] | None:
     """The newest whole checkpoint of an unfinished run, with warnings; None where it was stopped before the first."""
     if folder.config() != config:
@@ -89,9 +96,10 @@ def load(folder: RunFolder, config: Run) -> tuple[dict[str, Tensor], Row, list[s
 
 
 def _check_config(folder: RunFolder, trained: Run, config: Run) -> None:
-    """Refuses a config.json that was changed after the run began; the data may have moved."""
+    """Refuses a config.json that was changed after the run began. The data may have moved (`check_data` compares it),
+    and a step may be computed another way."""
     for name, then, now in configs.differences(trained, config):
-        if name != "data.root":
+        if name not in ("data.name", "data.root", "train.mode", "train.backend"):
             raise ValueError(
                 f"{folder.path / 'config.json'} has {name} {now}, but the run was trained with {then} so far; put it"
                 " back, or start a new run"

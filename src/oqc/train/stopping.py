@@ -19,7 +19,14 @@ class StopRequest:
     signal: int | None = None
 
 
-class Stopped(RuntimeError):
+class Ended(RuntimeError):
+    """A run came to no end of its own. `outcomes` are those of all runs trained with it that have one, by their number:
+    a summary, or why there is none."""
+
+    outcomes: Mapping[int, Summary | Ended] = MappingProxyType({})
+
+
+class Stopped(Ended):
     """A signal ended the run after a step; its state is saved if it has a folder."""
 
     def __init__(self, number: int, step: int, folders: list[Path], unstarted: int = 0) -> None:
@@ -33,13 +40,8 @@ class Stopped(RuntimeError):
         self.signal, self.step, self.folders = number, step, folders
 
 
-class Diverged(RuntimeError):
-    """Too many non-finite steps in a row; the weights are those of the last finite step.
-
-    `outcomes` are those of all runs that were trained with this one, by their number: a summary, or another of these.
-    """
-
-    outcomes: Mapping[int, Summary | Diverged] = MappingProxyType({})
+class Diverged(Ended):
+    """Too many non-finite steps in a row; the weights are those of the last finite step."""
 
     def __init__(self, row: int, step: int, folder: Path | None) -> None:
         where = f"; the last finite state is in {folder / 'checkpoints'}" if folder else ""

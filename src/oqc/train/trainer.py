@@ -61,9 +61,10 @@ class Trainer:
         save_seconds: float = 30.0,
     ) -> None:
         target = RunFolder(folder) if folder is not None else None
-        found = None
+        found = newest = None
         if target is not None and resume:
             target.check_data(dataset)
+            newest = recorder.newest_of(target)
             found = recorder.load(target, config)
         elif target is not None:
             target.check(overwrite=overwrite)
@@ -125,7 +126,9 @@ class Trainer:
         if found is not None:
             self._load(*found[:2])
             self._notices += found[2]
-        self.recorder = recorder.Recorder(target if self.rank == 0 else None, config, tensorboard=tensorboard)
+        self.recorder = recorder.Recorder(
+            target if self.rank == 0 else None, config, newest=newest, tensorboard=tensorboard
+        )
         self._notes = {"mode": mode, "compiled_blocks": compiled, "processes": self.world, **(notes or {})}
 
     def fit(self) -> Summary:
