@@ -69,12 +69,18 @@ def test_mistakes_are_named(args, message, tmp_path):
     assert message in result.stderr
 
 
-def test_a_backend_that_strays_is_refused(monkeypatch):
+@pytest.mark.parametrize(("grad", "fault"), [(True, "y is off"), (False, "y in inference is off")])
+def test_a_backend_that_strays_is_refused(monkeypatch, grad, fault):
     model = Model(image_size=8, patch_size=2, width=16, heads=2, ffn=FFN(complement="lowrank", rank=4))
     bench.check_parity(model, "torch", torch.device("cpu"), "fp32")
     original = OQCFFN.forward
-    monkeypatch.setattr(OQCFFN, "forward", lambda m, x: original(m, x) * (1.001 if m.backend == "torch" else 1))
-    with pytest.raises(ValueError, match="backend torch fails parity for afbo with lowrank in fp32: y is off"):
+
+    def strays(module, *args, **options):
+        wrong = module.backend == "torch" and torch.is_grad_enabled() == grad
+        return original(module, *args, **options) * (1.001 if wrong else 1)
+
+    monkeypatch.setattr(OQCFFN, "forward", strays)
+    with pytest.raises(ValueError, match=f"backend torch fails parity for afbo with lowrank in fp32: {fault}"):
         bench.check_parity(model, "torch", torch.device("cpu"), "fp32")
 
 
