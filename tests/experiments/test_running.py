@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
 import re
@@ -120,6 +121,14 @@ def test_a_run_that_takes_too_long_lets_those_beside_it_end():
     assert record["best"] > 0
     with pytest.raises(OutOfTime, match="it would take about"):
         list(train_jobs(long[1:], CPU, StopRequest(), **options))
+
+
+def test_in_turn_a_run_that_takes_too_long_ends_after_an_epoch(alone):
+    train = dataclasses.replace(JOBS[1].run.train, epochs=1000)
+    long = [dataclasses.replace(JOBS[1], run=dataclasses.replace(JOBS[1].run, train=train))]
+    limited = functools.partial(running._limited, running.Silent())
+    with pytest.raises(OutOfTime, match="it would take about"):
+        list(running._in_turn(iter(long), long, CPU, StopRequest(), lambda job: limited(job, 1e-3), False))
 
 
 def test_a_group_in_which_one_diverges_keeps_the_others(in_processes, alone, monkeypatch):
