@@ -42,7 +42,8 @@ def train_jobs(
     shared: bool = False,
 ) -> Generator[Outcome, None, None]:
     """Trains the jobs and gives each back as it ends. Asks before each whether it `may_start`; a no ends it all. Asks
-    too for a `limit` in seconds: a run that would take longer ends it all with `OutOfTime`, after its first epoch.
+    too for a `limit` in seconds: a run that would take longer is dropped after its first epoch and none is started any
+    more; on a CPU those beside it end first. `OutOfTime` comes where it has none to give back.
     `shared`: other work uses the device, so nothing is measured, and the records say so.
 
     A signal ends it too, without the runs under way: on a GPU with `Stopped`.

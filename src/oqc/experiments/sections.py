@@ -107,11 +107,11 @@ def _faster(of: Comparison) -> str:
     """One complement's speed over another's, where the paper makes something of it."""
     told = []
     for fast, slow in (("OQC-LR", "OQC full"), ("OQC-dynamic", "OQC-static")):
-        (ours, theirs), (paper, of_slow) = (
-            (speed(COMPLEMENTS[fast]), speed(COMPLEMENTS[slow])) for speed in (of.speed, published_speed)
-        )
-        if ours and theirs and paper and of_slow:
-            told.append(f"{fast} trains {ours / theirs:.2f} times as fast as {slow} (the paper: {paper / of_slow:.2f})")
+        speeds = [speed(COMPLEMENTS[name]) for speed in (of.speed, published_speed) for name in (fast, slow)]
+        found = [speed for speed in speeds if speed]
+        if len(found) == 4:
+            ours, paper = found[0] / found[1], found[2] / found[3]
+            told.append(f"{fast} trains {ours:.2f} times as fast as {slow} (the paper: {paper:.2f})")
     return f"{', '.join(told)}.\n\n" if told else ""
 
 

@@ -169,9 +169,10 @@ def reproduce(
 
         def may_start(job: Job) -> bool:
             seconds = left()
-            fits = seconds is None or (clock.expected(job) or 0.0) <= seconds
-            refused.extend(() if fits else [job])
-            return fits and stop.signal is None
+            if seconds is not None and (clock.expected(job) or 0.0) > seconds:
+                refused.append(job)
+                return False
+            return stop.signal is None
 
         def unknown(job: Job) -> float | None:
             return left() if clock.expected(job) is None else None
