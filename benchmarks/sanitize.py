@@ -31,7 +31,7 @@ from oqc import ops
 from oqc.config import FFN, Model, Train
 from oqc.models import DeepViT
 from oqc.nn import OQCFFN
-from oqc.ops import operators
+from oqc.ops.device import on_kernels
 from oqc.train.environment import environment
 from oqc.train.optim import make_optimizer
 
@@ -139,7 +139,7 @@ def main() -> int:
         return under(args.tool, args.out)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not operators.on_kernels(torch.zeros(1, device=device)):
+    if not on_kernels(torch.zeros(1, device=device)):
         raise SystemExit("no kernel runs here: it takes a GPU and Triton, or TRITON_INTERPRET=1")
     torch.manual_seed(0)
     number, count = map(int, args.part.split("/"))

@@ -7,15 +7,13 @@ import pytest
 import torch
 from guards import Guards
 
-from oqc.ops import operators
+from oqc.ops.device import on_kernels
 
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert operators.on_kernels(torch.zeros(1, device=device)), (
-        "the kernels would not run: TRITON_INTERPRET came too late"
-    )
+    assert on_kernels(torch.zeros(1, device=device)), "the kernels would not run: TRITON_INTERPRET came too late"
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

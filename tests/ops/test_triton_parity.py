@@ -43,7 +43,7 @@ from fused_oracle import (
 from guards import Guards
 from torch import Tensor
 
-from oqc.ops import operators
+from oqc.ops import device
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 LITERAL, LITERAL_BIAS = 1.25, 1.5
@@ -109,7 +109,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_networks_agree_with_the_oracle(case: Case, dtype: torch.dtype, check: Any) -> None:
-    check(case, ours, dtype, FEW_SHAPES[: 1 if dtype is torch.bfloat16 and operators.INTERPRETED else 3])
+    check(case, ours, dtype, FEW_SHAPES[: 1 if dtype is torch.bfloat16 and device.INTERPRETED else 3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -122,7 +122,7 @@ def test_complement_agrees_with_the_oracle(case: Case, dtype: torch.dtype, check
 @pytest.mark.parametrize("case", [Case(16, 4, 2, 4, space="hidden"), Case(16, 4, 3, 4)], ids=str)
 def test_nearly_parallel_tokens_lose_digits_no_faster_than_the_sine(case: Case, dtype: torch.dtype) -> None:
     bound = 2 * BARS[dtype] / (1 - NEAREST**2)
-    for seed in range(1 if operators.INTERPRETED else 4):
+    for seed in range(1 if device.INTERPRETED else 4):
         for name, pair in measure(case, [ours], dtype, (16, 4, 0), seed, near=True)[0].items():
             assert pair[1] > 0, "no token is nearly parallel"
             assert ratio(pair) <= bound, name

@@ -2,8 +2,9 @@
 
 `reference` follows the paper's equations at width H; `torch` uses the rank-space identity; `triton` the same through
 fused kernels. `auto` takes the identity wherever it is valid, and the kernels wherever they run. Asked for `triton`
-where its kernels do not run (no GPU, float64, rank 1 or above 128, inside a torch.func transform or forward-mode
-differentiation, tensors in shards), the torch backend takes over. Every backend reads the same parameters.
+where its kernels do not run (no NVIDIA GPU of compute capability 8.0 or above, float64, rank 1 or above 128, inside a
+torch.func transform or forward-mode differentiation, tensors in shards), the torch backend takes over. Every backend
+reads the same parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from oqc.config import BACKENDS, check_choice
-from oqc.ops import fused, operators, rankspace, reference
+from oqc.ops import device as devices
+from oqc.ops import fused, rankspace, reference
 from oqc.ops.attention import attention_in_use, self_attention
 from oqc.ops.modules import activation_in_use, activation_name, acts, fits, has_hooks, is_plain, mark_activation
 from oqc.ops.norm import residual_norm
@@ -48,8 +50,8 @@ def what_runs(backend: str, device: torch.device) -> str:
     it: `auto` is the fastest, and without its kernels `triton` is `torch`."""
     if backend == "reference" or backend == "torch":
         return backend
-    kernels = operators.HAS_TRITON and (device.type == "cuda" or (backend == "triton" and operators.INTERPRETED))
-    return "triton" if kernels else "torch"
+    asked = backend == "triton" or device.type == "cuda"
+    return "triton" if asked and devices.runs_on(device) else "torch"
 
 
 def ffn_output(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from oqc.ops.operators import on_device_of, on_kernels, wanted
+from oqc.ops.device import on_device_of, on_kernels, wanted
 
 # cuDNN's attention gave NaN gradients in bf16 (docs/deviations.md), so it is never among the choices. Over short
 # sequences the memory-efficient kernel is the fastest of the others (docs/performance.md).

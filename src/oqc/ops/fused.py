@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oqc.ops import operators
+from oqc.ops.device import DTYPES, wanted
 from oqc.ops.layout import Form, gate_columns
 from oqc.ops.reference import Space, full_precision
 
@@ -40,7 +41,7 @@ Folded = tuple[Tensor, Tensor]  # S in the compute dtype, and in fp32
 def chosen(backend: str, x: Tensor, rank: int = 0) -> bool:
     """Whether the fused operators are to run for x: wanted, and of a rank and dtype their kernels have."""
     fits = rank == 0 or LEAST_RANK <= rank <= MOST_RANK
-    return fits and compute_dtype(x) in operators.DTYPES and operators.wanted(backend, x)
+    return fits and compute_dtype(x) in DTYPES and wanted(backend, x)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

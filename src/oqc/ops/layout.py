@@ -130,11 +130,6 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def processors(device: torch.device) -> int:
-    """How many multiprocessors run programs at once."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def lanes(count: int) -> int:
     """The power of two that a kernel's tile has for so many columns."""
     return max(16, 1 << (count - 1).bit_length())

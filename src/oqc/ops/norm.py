@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oqc.ops import plain
+from oqc.ops.device import on_device_of, on_kernels, wanted
 from oqc.ops.modules import has_hooks
-from oqc.ops.operators import on_device_of, on_kernels, wanted
 
 HALF = (torch.bfloat16, torch.float16)
 MOST_WIDTH = 2048  # beyond it a row no longer fits a program's registers

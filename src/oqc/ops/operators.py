@@ -9,19 +9,15 @@ and second derivatives take the same functions in plain PyTorch (`plain`). Trito
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oqc.ops import plain
+from oqc.ops.device import on_device_of, on_kernels
 from oqc.ops.layout import (
     Branch,
     Form,
@@ -51,28 +47,8 @@ from oqc.ops.layout import (
 from oqc.ops.plain import cast
 from oqc.ops.products import over_tokens
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-
 _FFN, _COMPLEMENT, _KEPT, _FORM = map(schema, (Network, Branch, Kept, Form))
 _WEIGHTS = "Tensor weight, Tensor lift, Tensor? project"
-
-
-def on_kernels(x: Tensor) -> bool:
-    """Whether the operators run their kernels for such a tensor."""
-    return HAS_TRITON and (x.is_cuda or INTERPRETED) and x.dtype in DTYPES
-
-
-def wanted(backend: str, x: Tensor) -> bool:
-    """Whether kernels are to run for x: asked for or, on a GPU, left open; and not inside a torch.func transform or
-    forward-mode differentiation, nor for a tensor made of others (sharded)."""
-    if not (backend == "triton" or (backend == "auto" and x.is_cuda)) or not on_kernels(x):
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    backward_only = torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
-    return backward_only and not is_traceable_wrapper_subclass(x)
 
 
 def _operator(name: str, inputs: str, results: int) -> Callable[[Callable[..., Any]], Any]:
@@ -377,10 +353,6 @@ complement.register_autograd(_differentiate(plain.complement, _complement_gradie
 
 
 # Small things.
-
-
-def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def _empty(x: Tensor, count: int) -> list[Tensor]:

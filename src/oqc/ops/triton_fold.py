@@ -20,9 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oqc.ops.device import shared_memory
 from oqc.ops.layout import aligned, cdiv, lanes
 
 BLOCK = 16  # rows of S a forward program has, and columns of W a backward program has
+BLOCK_K = 64  # of what a product is summed over, at a time
+STAGES = 4  # of the forward's loops
 BLOCK_C = 256  # columns of S that a forward program copies
 
 
@@ -164,16 +167,18 @@ def forward(
     rows = width + (1 if space == "none" else 2) * padded
     exact, stack = (weight.new_empty(layers, rows, hidden + padded, dtype=kind) for kind in (torch.float32, dtype))
     copied = cdiv(rows, BLOCK) * cdiv(hidden, BLOCK_C)
+    constants = _constants(weight, lift, padded, space, dtype)
+    ahead = 4 * BLOCK_K * (BLOCK + constants["BLOCK_R"])  # bytes that are loaded while others are multiplied
+    fits = (STAGES - 1) * ahead <= shared_memory(weight.device)
     _fold_forward[(cdiv(width, BLOCK) + cdiv(padded, BLOCK) + copied, layers)](
         weight,
         lift,
         lift if project is None else project,
         exact,
         stack,
-        **_constants(weight, lift, padded, space, dtype),
-        BLOCK_K=64,
+        **constants,
         BLOCK_C=BLOCK_C,
-        num_stages=4,
+        num_stages=STAGES if fits else STAGES - 1,
     )
     return exact, stack
 
@@ -192,7 +197,6 @@ def backward(
         dlift,
         dproject,
         **_constants(weight, lift, dstack.shape[2] - weight.shape[2], space, dtype),
-        BLOCK_K=64,
         num_stages=1,  # dm is an operand of two products: see triton_complement.UNPIPELINED
     )
     return dweight, dlift, dproject
@@ -206,6 +210,7 @@ def _constants(weight: Tensor, lift: Tensor, padded: int, space: str, dtype: tor
         "width": weight.shape[1],
         "TAIL": {"hidden": 0, "rank": 1, "none": 2}[space],
         "BLOCK": BLOCK,
+        "BLOCK_K": BLOCK_K,
         "BLOCK_R": lanes(padded),
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         "num_warps": 4 if padded <= 64 else 8,

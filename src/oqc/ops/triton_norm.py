@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oqc.ops.layout import cdiv, lanes, processors
+from oqc.ops.device import processors
+from oqc.ops.layout import cdiv, lanes
 from oqc.ops.triton_sums import column_sums
 
 WARPS = 4

@@ -25,7 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oqc.ops.layout import cdiv, processors
+from oqc.ops.device import processors
+from oqc.ops.layout import cdiv
 from oqc.ops.triton_sums import column_sums
 
 CHANNELS = 32  # a program is one warp, a thread one channel

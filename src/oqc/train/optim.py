@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from oqc.config import Train
-from oqc.ops.operators import on_device_of, wanted
+from oqc.ops.device import on_device_of, wanted
 
 STATE = ("exp_avg", "exp_avg_sq", "step")  # of a parameter
 ROLES = range(2 + len(STATE))  # rows of the table: parameters, gradients, then those
