@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from oqc.ops import triton_adamw
 from oqc.ops.triton_adamw import CHUNK
-from oqc.train.optim import STATE, AdamW
+from oqc.train.optim import ROLES, STATE, AdamW, _Table
 
 SHAPES = [(3,), (CHUNK,), (), (7, 150), (CHUNK + 1,), (33, 1, 3, 3), (1,)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -220,3 +221,109 @@ def test_what_the_kernels_do_not_fit_goes_to_pytorch(launches: list[str], reason
     assert launches == []
     assert ((p > 1) if reason == "maximize" else (p < 1)).all()
     assert bool(mine.state[p]["max_exp_avg_sq"].any()) is (reason == "amsgrad")
+
+
+def cloned_data(x: Tensor) -> None:
+    x.data = x.data.clone()
+
+
+def cloned_gradient(mine: AdamW, p: nn.Parameter) -> None:
+    p.grad = p.grad.clone() if p.grad is not None else None
+
+
+REPLACED: dict[str, Callable[[AdamW, nn.Parameter], Any]] = {
+    "gradient": cloned_gradient,
+    "parameter's data": lambda mine, p: cloned_data(p),
+    "states' data": lambda mine, p: [cloned_data(mine.state[p][name]) for name in STATE],
+    "first moment": lambda mine, p: mine.state[p].update(exp_avg=mine.state[p]["exp_avg"].clone()),
+    "second moment": lambda mine, p: mine.state[p].update(exp_avg_sq=mine.state[p]["exp_avg_sq"].clone()),
+    "step": lambda mine, p: mine.state[p].update(step=mine.state[p]["step"].clone()),
+    "state": lambda mine, p: mine.state.update({p: copy.deepcopy(mine.state[p])}),
+    "all states": lambda mine, p: mine.load_state_dict(copy.deepcopy(mine.state_dict())),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_a_tensor_replaced_between_norm_and_step_is_the_one_used(launches: list[str], what: str) -> None:
+    ours, theirs = drawn(), drawn()
+    mine, twin = (optimizer(some, torch.tensor(1e-2, device=DEVICE), backend="triton") for some in (ours, theirs))
+
+    def used() -> list[Tensor]:
+        return [t.detach() for p in ours for t in (p, p.grad, *(mine.state[p][name] for name in STATE))]
+
+    for step in range(2):
+        for one, some in ((mine, ours), (twin, theirs)):
+            give(some, gradients(step))
+            one.norm()
+        before = used()
+        REPLACED[what](mine, ours[3])
+        now = {t.data_ptr() for t in used()}
+        left = [t for t in before if t.data_ptr() not in now]
+        assert left
+        for t in left:
+            t.fill_(torch.nan)
+        lr = twin.param_groups[0]["lr"]
+        for group in mine.param_groups:  # what is loaded brings its own
+            group["lr"] = lr
+        mine.step()
+        twin.step()
+    assert launches.count("update") == 8
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(mine.state[p][name], twin.state[q][name]) for name in STATE)
+
+
+UNFIT: dict[str, Callable[[AdamW, nn.Parameter], Any]] = {
+    "gradient's strides": lambda mine, p: setattr(p, "grad", torch.ones_like(p).t()),
+    "parameter's strides": lambda mine, p: setattr(p, "data", p.data.t()),
+    "moment's strides": lambda mine, p: mine.state[p]["exp_avg"].t_(),
+    "moment's dtype": lambda mine, p: mine.state[p].update(exp_avg=mine.state[p]["exp_avg"].double()),
+    "moment's size": lambda mine, p: mine.state[p].update(exp_avg_sq=mine.state[p]["exp_avg_sq"][:5]),
+    "parameter's size": lambda mine, p: setattr(p, "data", p.data[:5]),
+    "step's class": lambda mine, p: mine.state[p].update(step=1.0),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_what_no_longer_fits_the_kernels_goes_to_pytorch(
+    launches: list[str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = nn.Parameter(torch.ones(6, 6, device=DEVICE))
+    mine = optimizer([p], torch.tensor(1e-2, device=DEVICE), backend="triton")
+    p.grad = torch.ones_like(p)
+    mine.step()
+    assert "update" in launches
+    launches.clear()
+    UNFIT[what](mine, p)
+    asked: list[AdamW] = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: asked.append(self))
+    mine.step()
+    assert asked == [mine]
+    assert launches == []
+
+
+def test_a_sparse_gradient_gets_pytorchs_message() -> None:
+    p = nn.Parameter(torch.ones(6, 6, device=DEVICE))
+    mine = optimizer([p], torch.tensor(1e-2, device=DEVICE), backend="triton")
+    p.grad = torch.ones_like(p).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        mine.step()
+
+
+def test_a_capture_fills_its_table_once_and_keeps_what_it_reads() -> None:
+    sizes = (3, 5)
+    rows = [[torch.zeros(size) for size in sizes] for _ in range(ROLES)]
+    table = _Table(torch.device("cpu"), (1, 1), sizes)
+    assert not table.write(rows, capturing=True)  # no memory was put aside
+    table.spare = torch.empty(ROLES, len(sizes), dtype=torch.int64)
+    assert table.write(rows, capturing=True)
+    expected = [[t.data_ptr() for t in row] for row in rows]
+    assert table.addresses.tolist() == table.captured[0].tolist() == expected
+    table.addresses.zero_()
+    assert table.write(rows, capturing=True)
+    assert not table.addresses.any()  # the capture's own copy fills it
+    other = [[torch.zeros(size) for size in sizes]]
+    assert table.write(other, capturing=False)
+    assert table.addresses[0].tolist() == [t.data_ptr() for t in other[0]]
+    assert not table.addresses[1:].any()
+    assert table.captured[0].tolist() == expected

@@ -40,7 +40,7 @@ def _items(pieces, CHUNK: tl.constexpr):
 @triton.jit
 def _adamw_squares(addresses, pieces, partial, count: tl.constexpr, CHUNK: tl.constexpr):
     tensor, i, live = _items(pieces, CHUNK)
-    g = tl.load(_pointer(addresses, 1, tensor, count) + i, mask=live, other=0.0)
+    g = tl.load(_pointer(addresses, 0, tensor, count) + i, mask=live, other=0.0)
     tl.store(partial + tl.program_id(0), tl.sum(g * g, 0))
 
 
@@ -55,9 +55,9 @@ def _adamw_update(
         wrong = tl.load(found_inf)
     if wrong == 0.0:
         tensor, i, live = _items(pieces, CHUNK)
-        p_at, m_at = _pointer(addresses, 0, tensor, count) + i, _pointer(addresses, 2, tensor, count) + i
+        p_at, m_at = _pointer(addresses, 1, tensor, count) + i, _pointer(addresses, 2, tensor, count) + i
         v_at = _pointer(addresses, 3, tensor, count) + i
-        g = tl.load(_pointer(addresses, 1, tensor, count) + i, mask=live, other=0.0)
+        g = tl.load(_pointer(addresses, 0, tensor, count) + i, mask=live, other=0.0)
         p, m = tl.load(p_at, mask=live, other=0.0), tl.load(m_at, mask=live, other=0.0)
         v = tl.load(v_at, mask=live, other=0.0)
         t = (tl.load(_pointer(addresses, 4, tensor, count)) + 1).to(tl.float64)
@@ -104,7 +104,7 @@ def squares(addresses: Tensor, pieces: Tensor) -> Tensor:
 
 
 def update(
-    addresses: Tensor,  # [5, tensors] int64: of parameters, gradients, m, v and t
+    addresses: Tensor,  # [5, tensors] int64: of gradients, parameters, m, v and t
     pieces: Tensor,  # [programs, 3] int64
     *,
     lr: Tensor,

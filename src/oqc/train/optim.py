@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Callable, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from oqc.config import Train
 from oqc.ops.device import on_device_of, wanted
 
 STATE = ("exp_avg", "exp_avg_sq", "step")  # of a parameter
-ROLES = range(2 + len(STATE))  # rows of the table: parameters, gradients, then those
+ROLES = 2 + len(STATE)  # rows of the table: gradients, parameters, then those
+_state, _layout, _dtype = itemgetter(*STATE), attrgetter("layout"), attrgetter("dtype")
 
 
 def learning_rate(step: Tensor, *, peak: float, warmup: int, total: int) -> Tensor:
@@ -82,7 +85,7 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Of all gradients together."""
-        table = self._point()
+        table = self._point(gradients_only=True)
         if table is None:
             found = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             return nn.utils.get_total_norm(found)
@@ -110,25 +113,31 @@ class AdamW(torch.optim.AdamW):
         table.held = None
         return None
 
-    def _point(self) -> _Table | None:
-        """The table with the addresses of now. None where PyTorch's own kernels are to run."""
+    def _point(self, *, gradients_only: bool = False) -> _Table | None:
+        """The table with the addresses of now, or only the gradients'. None where PyTorch's own kernels are to run.
+
+        Nothing is remembered, since any tensor may have been replaced; what all are asked at every step is asked in C.
+        """
         groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        every = [p for group in groups for p in group]
-        if not every or any(name not in self.state.get(p, {}) for p in every for name in STATE):
+        every = list(itertools.chain(*groups))
+        rows: list[Sequence[Tensor]] = [[p.grad for p in every]]
+        if not every or not wanted(self.backend, rows[0][0]):
             return None
-        device = every[0].device
-        tensors = [(p, p.grad, *(self.state[p][name] for name in STATE)) for p in every]
-        if not all(_is_usual(group, device) for group in self.param_groups):
-            return None
-        if not wanted(self.backend, every[0]) or not all(_is_flat(t, device) for row in tensors for t in row):
-            return None
-        sizes = tuple(tuple(p.numel() for p in group) for group in groups)
+        device = rows[0][0].device
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        table = self._tables.get((device, sizes))
+        if capturing or not gradients_only:  # a graph fills its table once
+            found = map(self.state.get, every, itertools.repeat({}))
+            try:
+                rows += [every, *zip(*map(_state, found), strict=True)]
+            except KeyError:
+                return None
+        if not all(_is_usual(group, device) for group in self.param_groups) or not _are_flat(rows):
+            return None
+        key = (device, tuple(map(len, groups)), tuple(map(Tensor.numel, rows[0])))
+        table = self._tables.get(key)
         if table is None and not capturing:  # what a graph reads must have come before it
-            table = self._tables[device, sizes] = _Table(sizes, device)
-        written = table is not None and table.write([[row[i].data_ptr() for row in tensors] for i in ROLES], capturing)
-        return table if written else None
+            table = self._tables[key] = _Table(*key)
+        return table if table is not None and table.write(rows, capturing) else None
 
 
 class _Table:
@@ -137,24 +146,25 @@ class _Table:
     A captured graph writes its own addresses into the table, from pinned memory that is kept for it.
     """
 
-    def __init__(self, sizes: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(self, device: torch.device, groups: Sequence[int], sizes: Sequence[int]) -> None:
         from oqc.ops import triton_adamw
 
-        self.addresses = torch.zeros(len(ROLES), sum(map(len, sizes)), dtype=torch.int64, device=device)
-        first = itertools.accumulate(map(len, sizes), initial=0)
-        pieces = [triton_adamw.pieces(group, start) for group, start in zip(sizes, first, strict=False)]
+        self.addresses = torch.zeros(ROLES, len(sizes), dtype=torch.int64, device=device)
+        bounds = itertools.pairwise(itertools.accumulate(groups, initial=0))
+        pieces = [triton_adamw.pieces(sizes[start:stop], start) for start, stop in bounds]
         self.pieces = [torch.tensor(one, dtype=torch.int64, device=device).view(-1, 3) for one in pieces]
-        self.held: list[list[int]] | None = None  # what the capture under way has written
+        self.held: array[int] | None = None  # what the capture under way has written
         self.spare: Tensor | None = None  # pinned, for the next capture
         self.captured: list[Tensor] = []  # pinned, which graphs read
 
-    def write(self, addresses: list[list[int]], capturing: bool) -> bool:
-        """Whether the table has these now: not in a capture for which no memory was put aside."""
-        values = torch.tensor(addresses)
+    def write(self, rows: Sequence[Sequence[Tensor]], capturing: bool) -> bool:
+        """Whether the first rows are these now: not in a capture for which no memory was put aside."""
+        addresses = array("q", [*map(Tensor.data_ptr, itertools.chain(*rows))])
+        values = torch.frombuffer(addresses, dtype=torch.int64).view(len(rows), -1)
         if not capturing:
             self.held = None
             if self.addresses.is_cuda and self.spare is None:
-                self.spare = torch.empty_like(values, pin_memory=True)
+                self.spare = torch.empty(self.addresses.shape, dtype=torch.int64, pin_memory=True)
         elif addresses == self.held:
             return True
         elif self.spare is None:
@@ -163,7 +173,7 @@ class _Table:
             values = self.spare.copy_(values)
             self.captured.append(values)
             self.held, self.spare = addresses, None
-        self.addresses.copy_(values, non_blocking=True)
+        self.addresses[: len(rows)].copy_(values, non_blocking=True)
         return True
 
 
@@ -176,9 +186,17 @@ def _is_usual(group: dict[str, Any], device: torch.device) -> bool:
     return plain and not unusual and all(isinstance(one, (int, float)) for one in numbers)
 
 
-def _is_flat(x: Tensor, device: torch.device) -> bool:
-    plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
-    return plain and x.device == device and x.dtype == torch.float32 and x.is_contiguous()
+def _are_flat(rows: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether tensors can be taken by their addresses alone, those of a parameter being of one size (but its step)."""
+    tensors = list(itertools.chain(*rows))
+    return (
+        set(map(type, tensors)) <= {Tensor, nn.Parameter}
+        and set(map(_layout, rows[0])) == {torch.strided}  # of an embedding's gradient: nothing else is sparse
+        and set(map(_dtype, tensors)) == {torch.float32}
+        and len(set(map(Tensor.get_device, tensors))) == 1
+        and all(map(Tensor.is_contiguous, tensors))
+        and len({tuple(map(Tensor.numel, row)) for row in rows[:-1]}) <= 1
+    )
 
 
 def make_optimizer(model: nn.Module, config: Train, device: torch.device) -> AdamW:
