@@ -89,7 +89,8 @@ def _verdicts(of: Comparison) -> str:
         f"Of {len(asked)} claims of the paper: {findings.counts(asked)}. Of {len(own)} questions we ask beside it, such"
         f" as whether a host widened to the same size does as well: {findings.counts(own)}."
         f"{findings.after_correction(of)} Verdicts go by each claim's own interval. {findings.gains(of)}"
-        " [docs/results.md](docs/results.md) has every table, claim and figure, and what does not hold."
+        f"{findings.contradicted(of)} [docs/results.md](docs/results.md) has every table, claim and figure, and what"
+        " does not hold."
     )
 
 

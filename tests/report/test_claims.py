@@ -7,7 +7,7 @@ from made_runs import run, suite
 
 from oqc.analysis import SEPARATION
 from oqc.experiments import comparison
-from oqc.experiments.claims import AFBO, CLAIMS, FULL, LOWRANK, OURS
+from oqc.experiments.claims import AFBO, CLAIMS, FULL, LOWRANK, OURS, STATEMENTS
 from oqc.experiments.presets import PRESETS
 from oqc.experiments.published import value
 from oqc.experiments.suites import SUITES
@@ -23,6 +23,14 @@ def test_claims_name_presets_that_a_suite_runs():
         assert claim.place
         assert "likely" in claim.reason
         assert not claim.reason.endswith(".")
+
+
+def test_every_claim_stands_under_one_statement_of_its_asker():
+    under = [claim for claims in STATEMENTS.values() for claim in claims]
+    assert len(under) == len(CLAIMS)
+    assert set(under) == set(CLAIMS)
+    for statement, claims in STATEMENTS.items():
+        assert {claim.place == OURS for claim in claims} == {statement.startswith("Ours: ")}
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 import copy
 import re
 import xml.etree.ElementTree as ET
+from collections import Counter
 
 import pytest
 from made_runs import run, suite
 
 from oqc.experiments import comparison, findings
-from oqc.experiments.claims import AFBO, FULL
+from oqc.experiments.claims import AFBO, FULL, STATEMENTS
 from oqc.experiments.results import MARK, results_page
 from oqc.report.markdown import beside, bound, markdown_table, p_value, signed, spread
 from oqc.report.provenance import environment_line, training_line
@@ -69,9 +70,18 @@ def test_gains_are_over_the_sections_own_base():
 
 
 def test_mechanism_in_sentences(page):
-    assert "the overlap is 1.31 to 1.31 times chance before it and at most 2.0e-08 after it" in page.text
+    assert (
+        "the overlap of branch and host is 1.31 to 1.31 times chance before it and at most 2.0e-08 after it"
+        in page.text
+    )
     assert "`separation_cosine` 1.1000, `separation_cosine_centred` 1.2000, `separation_scatter` 0.4000" in page.text
-    assert "Set beside it is `separation_euclidean`; nearest to it is `separation_euclidean`." in page.text
+    assert "Set beside it is the nearest, `separation_euclidean`." in page.text
+    records = suite({}, presets=(AFBO, FULL))
+    for record in records:
+        record["mechanism"]["separation_euclidean"] = 1.3
+    assert (
+        "Set beside it is `separation_euclidean`, though `separation_cosine` is nearer." in results_page(records).text
+    )
 
 
 def test_what_stays_after_the_correction_is_counted(page, records):
@@ -81,6 +91,31 @@ def test_what_stays_after_the_correction_is_counted(page, records):
     assert f"Of the {len(found)} intervals that exclude 0, {kept} have p below 0.05 after Holm's" in page.text
 
 
+def test_the_first_table_counts_the_verdicts_of_each_statement(page, records):
+    held = page.text.partition("## What holds")[2].partition("A claim is *reproduced*")[0]
+    rows = [line.strip("| ").split(" | ") for line in held.splitlines() if line.startswith("| ")]
+    columns, body = rows[0], {row[0]: row[1:] for row in rows[2:]}
+    assert list(body) == list(STATEMENTS)
+    found = comparison.compare(records).findings
+    for statement, claims in STATEMENTS.items():
+        shown = {name: int(cell.replace("–", "0")) for name, cell in zip(columns[1:], body[statement], strict=True)}
+        verdicts = Counter(found[claim].verdict for claim in claims)
+        assert shown.pop("Claims") == len(claims) == sum(shown.values())
+        for name, count in shown.items():
+            assert count == verdicts[name.lower().partition(" or ")[0]]
+    part = results_page(suite({}, presets=(AFBO, FULL))).text
+    assert re.search(r"^\| Ours: does it beat AFBO\+PR widened to the same size\? \| 4 \|.* 4 \|$", part, flags=re.M)
+    assert "What the paper says" not in results_page(suite({}, presets=(AFBO,), seeds=1)).text
+
+
+def test_what_is_contradicted_is_named_with_what_the_correction_leaves():
+    of = comparison.compare(suite({"cifar100_static_r83": -5.0}, presets=(AFBO, FULL, "cifar100_static_r83")))
+    assert findings.contradicted(of) == (
+        ' Contradicted on accuracy: "OQC-static beats AFBO+PR"; after Holm\'s correction too: 1 of 1.'
+    )
+    assert findings.contradicted(comparison.compare(suite({FULL: 3.0}, presets=(AFBO, FULL)))) == ""
+
+
 def test_negative_findings_come_with_the_reason(page):
     reasons = page.text.partition("## What does not hold")[2].partition("\n## ")[0].split("\n\n")
     place = next(k for k, part in enumerate(reasons) if "**No orthogonalisation falls below AFBO+PR**" in part)
@@ -88,12 +123,18 @@ def test_negative_findings_come_with_the_reason(page):
     assert "4 seeds, p (Holm) < 0.001" in reasons[place]
 
 
-def test_calibration_and_provenance(page):
+def test_calibration_and_provenance(page, records):
     assert "| 60, frozen |" in page.text
     assert "The shortest of these that matches has 60 epochs." in page.text
     assert re.search(r"^\| 50 \| 64\.90 ± 0\.00 \| 2 \| \+0\.65 \|$", page.text, flags=re.M)
     assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, oqc 0.1.0, Python 3.12.3, commit ea2d3d7." in page.text
-    assert "60 epochs, batch 512, AdamW at 0.002" in page.text
+    lead, _, rest = page.text.partition("## What holds")
+    assert (
+        "runs on NVIDIA H200 ([provenance](#provenance)), all trained alike: 60 epochs, batch 512, AdamW at 0.002"
+        in lead
+    )
+    assert "commit" not in lead
+    assert f"{len(records)} runs on NVIDIA H200, torch" in rest.partition("## Provenance\n")[2]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +153,7 @@ def test_another_protocol_is_told():
     for record in records:
         record["config"]["train"]["epochs"] = 7
     text = results_page(records).text
-    assert "Training: 7 epochs" in text
+    assert "all trained alike: 7 epochs" in text
     assert "This is not the frozen protocol." in text
     assert ", frozen |" not in text
 
@@ -237,7 +278,7 @@ def test_images_per_s_are_of_versions_that_trained_the_baseline_too():
 
 
 def test_what_one_complement_takes_beside_another_is_told(page):
-    assert "OQC-LR trains 1.00 times as fast as OQC full (the paper: 1.33), OQC-dynamic trains 1.00" in page.text
+    assert "OQC-LR trains 1.000 times as fast as OQC full (the paper: 1.329), OQC-dynamic trains 1.000" in page.text
 
 
 def test_runs_of_other_settings_are_left_out_and_named(records):
@@ -256,7 +297,7 @@ def test_runs_of_other_settings_are_left_out_and_named(records):
 def test_what_holds_is_listed_with_its_corrected_p(page, records):
     found = comparison.compare(records).findings
     held = page.text.partition("## What holds")[2].partition("\n## ")[0]
-    after, _, alone = held.partition("By their own interval alone:")
+    after, _, alone = held.partition("Reproduced or confirmed, by their own interval alone:")
     for claim, one in found.items():
         if one.verdict == "reproduced":
             place = after if one.p_holm < 0.05 else alone

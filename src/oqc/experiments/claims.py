@@ -57,11 +57,11 @@ _START = (
 )
 _SMALL = "likely too small for three seeds to tell: by the paper's own ± it is less than two standard errors"
 _MARGIN = f"{_SMALL}, and its mechanism table (table 3) has full below the other three"
-MAIN = (
-    *(
-        _published(f"{name} beats AFBO+PR", "table 1", row, AFBO, _START if row == STATIC else _SCHEDULE)
-        for name, row in COMPLEMENTS.items()
-    ),
+GAINS = tuple(
+    _published(f"{name} beats AFBO+PR", "table 1", row, AFBO, _START if row == STATIC else _SCHEDULE)
+    for name, row in COMPLEMENTS.items()
+)
+ORDER = (
     *(
         _published(f"OQC full beats {name}", "table 1", FULL, row, _MARGIN)
         for name, row in COMPLEMENTS.items()
@@ -116,12 +116,16 @@ _PROJECTION = (
 _SHARED = "likely the host's own maps are quadratic features as good as new ones; u and v are our reading of 'shared'"
 _UNGATED = "likely the scale: clipping, warmup and the norms after the branch leave an open gate little to upset here"
 _PLACE = "alternative designs"
-DESIGNS = (
+OWN_MAPS = (
     _asked("Shared projection beats AFBO+PR", _PLACE, SHARED, AFBO, _SCHEDULE),
     _asked("Shared projection falls below OQC-LR", _PLACE, SHARED, LOWRANK, _SHARED, side=-1),
+)
+PROJECTION = (
     _asked("No orthogonalisation falls below AFBO+PR", _PLACE, UNPROJECTED, AFBO, _ACROSS, side=-1),
     _asked("No orthogonalisation falls below OQC-LR", _PLACE, UNPROJECTED, LOWRANK, _PROJECTION, side=-1),
     _published("No orthogonalisation falls below shared", _PLACE, UNPROJECTED, SHARED, _PROJECTION),
+)
+GATED = (
     _asked("No gate falls below AFBO+PR", _PLACE, UNGATED, AFBO, _ACROSS, side=-1),
     _asked("No gate falls below OQC-LR", _PLACE, UNGATED, LOWRANK, _UNGATED, side=-1),
 )
@@ -133,15 +137,14 @@ _MLP = (
 _PR = (
     "likely the training: the paper's MLP stops at 47.27, and one that is trained further leaves a readout more to use"
 )
-DECOMPOSITION = (
+ON_AFBO = (
     _published("PR adds to AFBO", "table 4", AFBO, AFBO_NOPR, _SCHEDULE),
     _published("OQC-LR adds to AFBO", "table 4", LOWRANK_NOPR, AFBO_NOPR, _SCHEDULE),
     _published("OQC-LR and PR add to AFBO", "table 4", LOWRANK, AFBO_NOPR, _SCHEDULE),
-    _published("Super-additive on AFBO", "table 4", (LOWRANK, AFBO_NOPR), (AFBO, LOWRANK_NOPR), _SMALL),
+)
+ON_MLP = (
     _published("OQC-LR adds to the MLP", "table 4", MLP_LOWRANK_NOPR, MLP_NOPR, _MLP),
     _published("OQC-LR and PR add to the MLP", "table 4", MLP_LOWRANK, MLP_NOPR, _MLP),
-    _published("Super-additive on the MLP", "table 4", (MLP_LOWRANK, MLP_NOPR), (MLP, MLP_LOWRANK_NOPR), _SMALL),
-    _published("PR adds more to AFBO than to the MLP", "table 4", (AFBO, MLP_NOPR), (AFBO_NOPR, MLP), _PR),
     _published(
         "OQC-LR adds more to the MLP than to AFBO",
         "table 4",
@@ -150,6 +153,11 @@ DECOMPOSITION = (
         _MLP,
     ),
 )
+SUPER_ADDITIVE = (
+    _published("Super-additive on AFBO", "table 4", (LOWRANK, AFBO_NOPR), (AFBO, LOWRANK_NOPR), _SMALL),
+    _published("Super-additive on the MLP", "table 4", (MLP_LOWRANK, MLP_NOPR), (MLP, MLP_LOWRANK_NOPR), _SMALL),
+)
+READOUT = (_published("PR adds more to AFBO than to the MLP", "table 4", (AFBO, MLP_NOPR), (AFBO_NOPR, MLP), _PR),)
 
 _HOST = "likely a host that already multiplies two maps of its input leaves a quadratic branch less to add"
 HOSTS = (
@@ -181,22 +189,45 @@ def _geometry(name: str, metric: str, first: str, reason: str) -> tuple[Claim, .
     )
 
 
-MECHANISM = (
+GEOMETRY = (
     *_geometry("Effective rank", "effective_rank", "OQC full", _FORMULA),
     *_geometry("Participation ratio", "participation_ratio", "OQC full", _FORMULA),
-    *(replace(claim, published=None) for claim in _geometry("Separation", "separation", "OQC-dynamic", _SCORE)),
+)
+CLASSES = tuple(
+    replace(claim, published=None) for claim in _geometry("Separation", "separation", "OQC-dynamic", _SCORE)
+)
+GATE_USE = (
     _published("The dynamic gate opens less than static", "mechanism text", DYNAMIC, STATIC, _GATE, "gate_mean"),
     _asked("The dynamic gate varies more than static", "mechanism text", DYNAMIC, STATIC, _GATE, metric="gate_std"),
 )
 
+# What the paper says, and then what we ask, in a sentence each; every claim stands under one.
+STATEMENTS = {
+    "Every complement improves AFBO+PR": GAINS,
+    "OQC full is the strongest, and of the gated ones OQC-static": ORDER,
+    "The projection brings the gain: without it the branch falls below AFBO+PR": PROJECTION,
+    "The gate is necessary": GATED,
+    "Maps shared with the host still help, but less": OWN_MAPS,
+    "PR, OQC-LR and both add to AFBO": ON_AFBO,
+    "OQC-LR adds to a plain MLP, and more than to AFBO": ON_MLP,
+    "OQC-LR and PR add more together than apart": SUPER_ADDITIVE,
+    "PR needs a rich host: it adds more to AFBO than to an MLP": READOUT,
+    "OQC full improves with rank, OQC-LR is best at R 56": RANK,
+    "The features use more directions, most with OQC full": GEOMETRY,
+    "The classes lie further apart, most with OQC-dynamic": CLASSES,
+    "The dynamic gate opens less than static and depends on the input": GATE_USE,
+    "Ours: does it beat AFBO+PR widened to the same size?": CAPACITY,
+    "Ours: does OQC-static do better from a gate of 0.12?": GATE_START,
+    "Ours: does OQC-LR add to hosts that the paper does not have?": HOSTS,
+}
 SECTIONS = {
-    "Main table": MAIN,
+    "Main table": (*GAINS, *ORDER),
     "Capacity": CAPACITY,
     "Gate start": GATE_START,
-    "Alternative designs": DESIGNS,
-    "Decomposition": DECOMPOSITION,
+    "Alternative designs": (*OWN_MAPS, *PROJECTION, *GATED),
+    "Decomposition": (*ON_AFBO, *ON_MLP, *SUPER_ADDITIVE, *READOUT),
     "Rank": RANK,
     "Other hosts": HOSTS,
-    "Mechanism": MECHANISM,
+    "Mechanism": (*GEOMETRY, *CLASSES, *GATE_USE),
 }
 CLAIMS = tuple(claim for section in SECTIONS.values() for claim in section)

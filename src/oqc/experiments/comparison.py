@@ -160,3 +160,11 @@ def mechanism_values(of: Comparison) -> tuple[Values, Values]:
         found = [v for place in ("table 3", "mechanism text") for v in published.values(place, row=preset)]
         paper[series] = {value.metric: value.mean for value in found if value.metric != "best"}
     return ours, paper
+
+
+def geometry_points(of: Comparison) -> list[Point]:
+    """Effective rank and separation of every run of the mechanism's models."""
+    series = {preset: name for name, preset in ({"AFBO+PR": AFBO} | COMPLEMENTS).items()}
+    ours = [(series[record["preset"]], record["mechanism"]) for record in of.frozen if record["preset"] in series]
+    found = [(name, metrics.get("effective_rank"), metrics.get(SEPARATION)) for name, metrics in ours]
+    return [Point(name, x, y) for name, x, y in found if x is not None and y is not None]

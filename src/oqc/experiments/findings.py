@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from oqc.analysis import SEPARATION
-from oqc.experiments.claims import AFBO, MAIN, OURS, SECTIONS, STATIC
+from oqc.experiments.claims import GAINS, OURS, SECTIONS, STATEMENTS, STATIC
 from oqc.experiments.comparison import Comparison
 from oqc.report.markdown import bound, form_of, markdown_table, p_value, plural, signed
 from oqc.report.statistics import VERDICTS, Cells, Finding, Pending, cells, pooled_noise
@@ -54,7 +54,7 @@ def of_ours(of: Comparison) -> list[Finding | Pending]:
 
 
 def summary(of: Comparison) -> str:
-    """How many claims hold, with the rule by which."""
+    """How many claims hold, of which statements of the paper, and the rule by which."""
     inside = [one.published_inside for one in of_paper(of) if isinstance(one, Finding)]
     sized = [value for value in inside if value is not None]
     text = f"## What holds\n\nThe paper's claims, {len(of_paper(of))} in all: {counts(of_paper(of))}."
@@ -62,7 +62,25 @@ def summary(of: Comparison) -> str:
         text += f" The published size lies in our interval for {sum(sized)} of {len(sized)}."
     own = of_ours(of)
     text += f" Questions of ours beside them, on capacity, static's gate and other hosts, {len(own)}: {counts(own)}."
-    return f"{text}{after_correction(of)}\n\n{_RULE}\n\n{_positive(of)}{_one_model(of)}"
+    return f"{text}{after_correction(of)}\n\n{_statements(of)}{_RULE}\n"
+
+
+def _statements(of: Comparison) -> str:
+    """What the paper says, a row a sentence: how many of the claims behind it got which verdict."""
+    if not any(isinstance(one, Finding) for one in of.findings.values()):
+        return ""
+    columns = ("What the paper says, and what we ask", "Claims", "Reproduced or confirmed", "Same sign", "Other sign",
+               "Contradicted or refuted", "Not assessed")  # fmt: skip
+    body = []
+    for statement, claims in STATEMENTS.items():
+        found = Counter(_verdict(of.findings[claim]) for claim in claims)
+        verdicts = ("reproduced", "same sign", "other sign", "contradicted", None)
+        body.append([statement, str(len(claims)), *(str(found[name] or "") for name in verdicts)])
+    return f"{markdown_table(columns, body)}\n[Claims](#claims) has each with its numbers.\n\n"
+
+
+def _verdict(one: Finding | Pending) -> str | None:
+    return one.verdict if isinstance(one, Finding) else None
 
 
 def after_correction(of: Comparison) -> str:
@@ -77,8 +95,7 @@ def after_correction(of: Comparison) -> str:
 
 def gains(of: Comparison) -> str:
     """Which complements beat the baseline, by their own interval and after the correction; nothing before the runs."""
-    claims = [claim for claim in MAIN if claim.minus == (AFBO,)]
-    found = [one for claim in claims if isinstance(one := of.findings[claim], Finding)]
+    found = [one for claim in GAINS if isinstance(one := of.findings[claim], Finding)]
     if not found:
         return ""
     above = [one for one in found if one.verdict == VERDICTS[0]]
@@ -92,18 +109,29 @@ def gains(of: Comparison) -> str:
     )
 
 
+def contradicted(of: Comparison) -> str:
+    """The paper's claims on accuracy that are contradicted, by name; nothing where none is."""
+    found = [one for one in _decided(of) if one.verdict == "contradicted" and one.claim.place != OURS]
+    found = [one for one in found if one.claim.metric == "best"]
+    if not found:
+        return ""
+    names = ", ".join(f'"{one.claim.name}"' for one in found)
+    kept = sum(one.p_holm < SETTLED for one in found)
+    return f" Contradicted on accuracy: {names}; after Holm's correction too: {kept} of {len(found)}."
+
+
 def _decided(of: Comparison) -> list[Finding]:
     return [one for one in of.findings.values() if isinstance(one, Finding) and one.verdict in VERDICTS[:2]]
 
 
-def _positive(of: Comparison) -> str:
-    """The claims that hold, those first that the correction leaves."""
+def positive(of: Comparison) -> str:
+    """The claims that hold, those first that the correction leaves, and how many turn on one model."""
     found = [one for one in _decided(of) if one.verdict == VERDICTS[0]]
     text = ""
-    for kept, title in ((True, "After Holm's correction too"), (False, "By their own interval alone")):
+    for kept, title in ((True, "after Holm's correction too"), (False, "by their own interval alone")):
         lines = [f"- {_clause(one)}\n" for one in found if (one.p_holm < SETTLED) == kept]
-        text += f"{title}:\n\n{''.join(lines)}\n" if lines else ""
-    return text
+        text += f"Reproduced or confirmed, {title}:\n\n{''.join(lines)}\n" if lines else ""
+    return text + _one_model(of)
 
 
 def _one_model(of: Comparison) -> str:

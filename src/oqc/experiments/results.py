@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oqc.experiments import comparison, findings
-from oqc.experiments.claims import AFBO, COMPLEMENTS, SECTIONS
+from oqc.experiments.claims import AFBO, COMPLEMENTS, OURS, SECTIONS
 from oqc.experiments.comparison import Comparison
 from oqc.experiments.presets import PRESETS
 from oqc.experiments.sections import (
     SUITE_SECTIONS,
     calibration_section,
     is_calibrated,
+    measured,
     mechanism_section,
     suite_section,
 )
@@ -22,21 +23,21 @@ from oqc.files import write_whole
 from oqc.report import Record, paper_figures, rows, table
 from oqc.report.figures import COLORS, accuracy_over_epochs
 from oqc.report.markdown import markdown_table, plural
-from oqc.report.provenance import config_of, environment_line, protocol_of, training_line
+from oqc.report.provenance import config_of, environment_line, machine_of, protocol_of, training_line
 from oqc.report.records import is_timed
 from oqc.report.statistics import Finding
 
 FIGURES = "figures"  # the folder beside the page
 MARK = "<!-- Written by `oqc report`; edits are lost. -->"
 CAPTIONS = {
-    "claims": "Every claim on accuracy: the difference with its 95% interval, turned so that the paper's side is on the"
-    " right.",
+    "claims": "Every claim on accuracy: the difference with its 95% interval, turned so that the side it names is on"
+    " the right.",
     "rank-sweep": "Gain by rank. Ours filled, with 95% intervals of the gain; the paper's hollow, with the ± of the"
     " row.",
     "pareto": "Gain against training throughput. Ours filled, with 95% intervals of the gain; the paper's hollow, with"
     " the ± of the row.",
     "mechanism": "The paper's mechanism figure. Ours filled, the paper's hollow; (b) has a panel for each, (c) is cut"
-    " at 0.",
+    " at 0. The paper has no overlap of OQC full, and gates of static and dynamic alone.",
     "accuracy": "Mean test accuracy by epoch; bands reach from the lowest to the highest seed.",
 }
 
@@ -47,7 +48,13 @@ _TABLES = (
     " said, over the seeds that both have, so it may differ from that of the means. Speed is training throughput as a"
     " share of AFBO+PR's, so that two machines can be compared, and of AFBO+PR trained by the same version of the code;"
     " the kernels grew faster between runs, so where there is no such run, no speed is given. The paper's parameters,"
-    " images/s and speed stand in brackets.\n"
+    " images/s and speed stand in brackets. Intervals rest on one variance, pooled over all models, so that a row of"
+    " one seed has one too.\n"
+)
+_NAMES = (
+    "AFBO+PR is the paper's baseline: a bilinear feed-forward network (AFBO) in a vision transformer with"
+    " penultimate-residual readout (PR). OQC full, OQC-LR (low-rank), OQC-static and OQC-dynamic add a complement to"
+    " it, R is the rank of its branch.\n"
 )
 _SMALL = (
     "The CIFAR-100 presets shrunk to 8 x 8 digits, width, depth and rank in proportion; names keep the rank of the full"
@@ -90,7 +97,9 @@ def results_page(records: Sequence[Record]) -> Page:
         "# The paper's CIFAR-100 results, rerun\n",
         f"{MARK}\n",
         _how(of),
-        findings.summary(of) + show.get("claims", ""),
+        findings.summary(of),
+        measured(of),
+        findings.positive(of) + show.get("claims", ""),
         findings.negative(of),
         "## Tables\n",
         _TABLES + _shared(of) + _wall(of) + _left_out(of),
@@ -100,6 +109,7 @@ def results_page(records: Sequence[Record]) -> Page:
         mechanism_section(of) + show.get("mechanism", ""),
         findings.claim_tables(of),
         calibration_section(of),
+        _provenance(of),
     ]
     others = [record for record in records if not _is_of_suites(record)]
     if others:
@@ -155,8 +165,21 @@ def _shown(name: str) -> str:
 
 
 def _trained(records: Sequence[Record]) -> str:
-    ways = dict.fromkeys(training_line(record) for record in records)
-    return f"{plural(len(records), 'run')} on {environment_line(records)}. Training: {'; '.join(ways)}.\n"
+    return f"{_runs(records)}. Training: {_training(records)}.\n"
+
+
+def _training(records: Sequence[Record]) -> str:
+    return "; ".join(dict.fromkeys(map(training_line, records)))
+
+
+def _provenance(of: Comparison) -> str:
+    """Machine, versions and commits of every run that the page tells of."""
+    told = [record for record in of.records if record not in of.left_out]
+    return f"## Provenance\n\n{_runs(told)}.\n" if told else ""
+
+
+def _runs(records: Sequence[Record]) -> str:
+    return f"{plural(len(records), 'run')} on {environment_line(records)}"
 
 
 def _how(of: Comparison) -> str:
@@ -170,7 +193,16 @@ def _how(of: Comparison) -> str:
         how = "Epochs were calibrated on AFBO+PR alone ([calibration](#calibration)), then frozen for all models."
     else:
         how = "All models share one protocol; that its epochs are the fewest to match is [not shown](#calibration)."
-    return f"{_trained(of.frozen)}\n{how} Everything below is written from the run records by `oqc report`.\n"
+    machines = " and ".join(dict.fromkeys(map(machine_of, of.frozen)))
+    return (
+        f"{plural(len(of.frozen), 'run')} on {machines} ([provenance](#provenance)), all trained alike:"
+        f" {_training(of.frozen)}. {how} Everything below is written from the run records by `oqc report`.\n\n{_NAMES}"
+    )
+
+
+def _asker(title: str) -> str:
+    """A section's title, and whether its questions are ours."""
+    return f"{title} (our question)" if all(claim.place == OURS for claim in SECTIONS[title]) else title
 
 
 def _figures(of: Comparison) -> dict[str, str]:
@@ -181,7 +213,7 @@ def _figures(of: Comparison) -> dict[str, str]:
         for title, claims in SECTIONS.items()
     }
     if any(found.values()):
-        drawn["claims"] = paper_figures.forest({title: some for title, some in found.items() if some})
+        drawn["claims"] = paper_figures.forest({_asker(title): some for title, some in found.items() if some})
     ours, paper = comparison.rank_points(of)
     if ours:
         drawn["rank-sweep"] = paper_figures.rank_sweep(ours, paper)
@@ -190,5 +222,5 @@ def _figures(of: Comparison) -> dict[str, str]:
         drawn["pareto"] = paper_figures.pareto(ours, paper)
     values, theirs = comparison.mechanism_values(of)
     if any(values.get(series, {}).get("before") is not None for series in COMPLEMENTS):
-        drawn["mechanism"] = paper_figures.mechanism(values, theirs)
+        drawn["mechanism"] = paper_figures.mechanism(values, theirs, comparison.geometry_points(of))
     return drawn

@@ -9,7 +9,8 @@ from typing import Any
 
 from oqc.report.records import Record
 
-COLORS = ("#1b1f24", "#c4520a", "#0b62a4", "#2e7d32", "#7b3fa0", "#a8761b", "#5f6b76")
+# Okabe and Ito's, which stay apart under every colour blindness; ink and grey in place of black and sky blue.
+COLORS = ("#1b1f24", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#5f6b76")
 
 
 def accuracy_over_epochs(records: Sequence[Record]) -> str:

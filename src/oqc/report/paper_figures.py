@@ -1,12 +1,13 @@
 """The paper's figures redrawn, ours over theirs: ours filled, with 95% intervals; the paper's hollow.
 
-Accuracies are gains over AFBO+PR by the same protocol, so that two schedules can share an axis.
+Accuracies are gains over AFBO+PR by the same protocol, so that two schedules can share an axis. A series has a marker
+of its own beside its colour.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +22,10 @@ SERIES = {
     "OQC-static": COLORS[3],
     "OQC-dynamic": COLORS[4],
 }
+MARKERS = dict(zip(SERIES, "os^Dv", strict=True))
 VERDICT_COLORS = {"reproduced": COLORS[2], "same sign": GREY, "other sign": GREY, "contradicted": COLORS[1]}
-HOLLOW: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 1.3, "linestyle": "none", "markersize": 6.5}
+FILLED: dict[str, Any] = {"linestyle": "none", "markersize": 7}
+HOLLOW: dict[str, Any] = FILLED | {"markerfacecolor": "white", "markeredgewidth": 1.3}
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Point:
 
 
 def forest(sections: Mapping[str, Sequence[Finding]]) -> str:
-    """Every claim's difference with its interval, turned so that the paper's side is on the right."""
+    """Every claim's difference with its interval, turned so that the side it names is on the right."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -56,12 +59,12 @@ def forest(sections: Mapping[str, Sequence[Finding]]) -> str:
             if found.claim.published is not None:
                 axes.plot(side * found.claim.published, y, "D", color=INK, markersize=5, mfc="none", mew=1)
             places.append(y)
-            names.append(found.claim.name)
+            names.append(found.claim.name + (", 1 seed" if len(found.seeds) == 1 else ""))
         y -= 1
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set_yticks(places, names, fontsize=8.5)
     axes.set_ylim(y + 0.3, 0.7)
-    axes.set_xlabel("Difference in the paper's direction, points of test accuracy")
+    axes.set_xlabel("Difference in the claim's direction, points of test accuracy")
     plain(axes)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
@@ -81,26 +84,20 @@ def rank_sweep(ours: Sequence[Point], paper: Sequence[Point]) -> str:
 
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     axes = figure.subplots()
-    ticks = sorted({point.x for point in (*ours, *paper)})
-    for k, series in enumerate(dict.fromkeys(point.series for point in (*ours, *paper))):
-        color = SERIES[series]
-        # Points of one rank stand side by side.
-        mine = [replace(p, x=p.x + 0.4 * k) for p in ours if p.series == series]
-        theirs = [replace(p, x=p.x + 0.8 + 0.4 * k) for p in paper if p.series == series]
-        if mine:
-            axes.plot([p.x for p in mine], [p.y for p in mine], "o-", color=color, label=f"{series}, ours")
-            _intervals(axes, mine, color)
-        if theirs:
-            axes.plot(
-                [p.x for p in theirs], [p.y for p in theirs], "o", color=color, label=f"{series}, paper", **HOLLOW
-            )
-            _intervals(axes, theirs, color, linewidth=0.9)
+    names = list(dict.fromkeys(point.series for point in (*ours, *paper)))
     axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set_xticks(ticks)
+    for k, series in enumerate(names):
+        # Points of one rank stand side by side around it.
+        mine = [replace(p, x=p.x + 0.8 * k - 1.2) for p in ours if p.series == series]
+        theirs = [replace(p, x=p.x + 0.8 * k + 0.4) for p in paper if p.series == series]
+        axes.plot([p.x for p in mine], [p.y for p in mine], color=SERIES[series], linewidth=1.2)
+        _points(axes, mine, hollow=False)
+        _points(axes, theirs, hollow=True)
+    axes.set_xticks(sorted({point.x for point in (*ours, *paper)}))
     axes.set_xlabel("Rank")
     axes.set_ylabel("Gain over AFBO+PR (points)")
     plain(axes)
-    _legend_above(figure, axes)
+    _legend(figure, names)
     return svg(figure)
 
 
@@ -110,27 +107,24 @@ def pareto(ours: Sequence[Point], paper: Sequence[Point]) -> str:
 
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = figure.subplots()
-    for point in ours:
-        axes.plot(point.x, point.y, "o", color=SERIES[point.series], label=f"{point.series}, ours")
-        _intervals(axes, [point], SERIES[point.series])
-    for point in paper:
-        axes.plot(point.x, point.y, "o", color=SERIES[point.series], label=f"{point.series}, paper", **HOLLOW)
-        _intervals(axes, [point], SERIES[point.series], linewidth=0.9)
+    base = next(iter(SERIES))
     axes.axhline(0, color=INK, linewidth=0.8)
     axes.axvline(1, color=INK, linewidth=0.8)
+    _points(axes, [Point(base, 1, 0), *ours], hollow=False)
+    _points(axes, paper, hollow=True)
     axes.set_xlabel("Training throughput / AFBO+PR's")
     axes.set_ylabel("Gain over AFBO+PR (points)")
     plain(axes)
-    _legend_above(figure, axes)
+    _legend(figure, dict.fromkeys([base, *(point.series for point in (*ours, *paper))]))
     return svg(figure)
 
 
 Values = Mapping[str, Mapping[str, float | None]]  # series -> metric (docs/metrics.md) -> value
 
 
-def mechanism(ours: Values, paper: Values) -> str:
+def mechanism(ours: Values, paper: Values, runs: Sequence[Point]) -> str:
     """(a) overlap before and after the projection, (b) effective rank against separation, ours and the paper's in a
-    panel each since their scales differ, (c) the gate's mean and spread."""
+    panel each since their scales differ, with each of our `runs` in ours, (c) the gate's mean and spread."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -144,10 +138,10 @@ def mechanism(ours: Values, paper: Values) -> str:
                 y, std = rows.get(name, {}).get(metric), rows.get(name, {}).get("gate_std")
                 if y is None:
                     continue
-                axes[metric].plot(place + shift, y, "o", color=SERIES[name], **_style(hollow))
+                point = Point(name, place + shift, y)
                 if metric == "gate_mean" and std is not None:
-                    reach = Point(name, place + shift, y, max(0.0, y - std), y + std)
-                    _intervals(axes[metric], [reach], SERIES[name], linewidth=0.9 if hollow else 1.6)
+                    point = replace(point, low=max(0.0, y - std), high=y + std)
+                _points(axes[metric], [point], hollow=hollow)
         axes[metric].set_xticks(range(len(names)), [name.removeprefix("OQC").lstrip(" -") for name in names])
         axes[metric].set_xlim(-0.6, len(names) - 0.4)
     for place, name in enumerate(names):
@@ -162,18 +156,21 @@ def mechanism(ours: Values, paper: Values) -> str:
     axes["after"].set_ylabel("After")
     axes["before"].set_title("(a) Overlap of branch and host; dashed: chance", fontsize=10, loc="left")
     axes["gate_mean"].set_title("(c) Gate use over tokens and blocks", fontsize=10, loc="left")
+    for run in runs:
+        axes["ours"].plot(run.x, run.y, MARKERS[run.series], color=SERIES[run.series], markersize=4, alpha=0.5, mew=0)
     for whose, rows in (("ours", ours), ("paper", paper)):
         for name, row in rows.items():
             x, y = row.get("effective_rank"), row.get("separation")
             if x is not None and y is not None:
-                axes[whose].plot(x, y, "o", color=SERIES[name], **_style(hollow=whose == "paper"))
+                _points(axes[whose], [Point(name, x, y)], hollow=whose == "paper")
         axes[whose].set(xlabel="Effective rank", ylabel="Separation")
         axes[whose].margins(0.15)
         axes[whose].xaxis.set_major_locator(MaxNLocator(5))
-        axes[whose].set_title(f"(b) Geometry of the features, {whose}", fontsize=10, loc="left")
+        what = "ours (small: each run)" if whose == "ours" else "the paper's"
+        axes[whose].set_title(f"(b) Geometry, {what}", fontsize=10, loc="left")
     for one in axes.values():
         plain(one)
-    _legend_of_series(figure, [name for name in SERIES if name in ours or name in paper])
+    _legend(figure, [name for name in SERIES if name in ours or name in paper])
     return svg(figure)
 
 
@@ -190,25 +187,23 @@ def _decades(axes: Any) -> None:
         axes.set_ylim(10.0 ** math.floor(low - 0.15), 10.0 ** math.ceil(high + 0.15))  # no marker at the edge
 
 
-def _style(hollow: bool) -> dict[str, Any]:
-    return HOLLOW if hollow else {"markersize": 6.5, "linestyle": "none"}
-
-
-def _intervals(axes: Any, points: Sequence[Point], color: str, linewidth: float = 1.6) -> None:
+def _points(axes: Any, points: Sequence[Point], *, hollow: bool) -> None:
+    """Markers with their intervals behind them; hollow are the paper's."""
     for point in points:
+        color = SERIES[point.series]
         if point.low is not None and point.high is not None:
-            axes.plot([point.x] * 2, [point.low, point.high], color=color, linewidth=linewidth, zorder=1.5)
+            width = 0.9 if hollow else 1.6
+            axes.plot([point.x] * 2, [point.low, point.high], color=color, linewidth=width, zorder=1.5)
+        axes.plot(point.x, point.y, MARKERS[point.series], color=color, **(HOLLOW if hollow else FILLED))
 
 
-def _legend_above(figure: Any, axes: Any) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, fontsize=8.5, loc="outside upper center", ncols=4)
-
-
-def _legend_of_series(figure: Any, names: Sequence[str]) -> None:
+def _legend(figure: Any, names: Iterable[str]) -> None:
+    """The series, then which marker is whose."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=SERIES[n], marker="o", markersize=6.5, linestyle="none", label=n) for n in names]
-    handles += [Line2D([], [], color=GREY, marker="o", label="ours", markersize=6.5, linestyle="none")]
+    handles = [Line2D([], [], color=SERIES[name], marker=MARKERS[name], label=name, **FILLED) for name in names]
+    handles += [Line2D([], [], color=GREY, marker="o", label="ours", **FILLED)]
     handles += [Line2D([], [], color=GREY, marker="o", label="paper", **HOLLOW)]
-    figure.legend(handles=handles, frameon=False, fontsize=8.5, loc="outside upper center", ncols=len(handles))
+    figure.legend(
+        handles=handles, frameon=False, fontsize=8.5, loc="outside upper center", ncols=len(handles), columnspacing=1.2
+    )
