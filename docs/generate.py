@@ -65,7 +65,7 @@ def readme_block(of: Comparison) -> str:
                 number(of.speed(preset)),
             ]
         )
-    return f"{_wrapped(_lead(of))}\n\n{markdown_table(columns, body)}\n{_wrapped(_verdicts(of))}\n"
+    return f"{_wrapped(_lead(of))}\n\n{markdown_table(columns, body)}\n{_verdicts(of)}\n"
 
 
 def _lead(of: Comparison) -> str:
@@ -85,17 +85,21 @@ def _verdicts(of: Comparison) -> str:
     asked, own = findings.of_paper(of), findings.of_ours(of)
     if not any(isinstance(found, Finding) for found in of.findings.values()):
         return f"[docs/results.md](docs/results.md) lists the {len(asked)} claims that the runs will test."
-    return (
-        f"Of {len(asked)} claims of the paper: {findings.counts(asked)}. Of {len(own)} questions we ask beside it, such"
-        f" as whether a host widened to the same size does as well: {findings.counts(own)}."
-        f"{findings.after_correction(of)} Verdicts go by each claim's own interval. {findings.gains(of)}"
-        f"{findings.contradicted(of)} [docs/results.md](docs/results.md) has every table, claim and figure, and what"
-        " does not hold."
+    told = (
+        f"Of {len(asked)} claims of the paper: {findings.counts(asked)}. A claim is *reproduced* or *contradicted*"
+        " where the 95% interval of its own difference excludes 0; where it contains 0 nothing is settled, and the"
+        " claim has the *same sign* or the *other sign*.",
+        f"{findings.gains(of)}{findings.contradicted(of)}",
+        f"Of {len(own)} questions we ask beside it, such as whether a host widened to the same size does as well:"
+        f" {findings.counts(own)}.",
+        findings.after_correction(of),
     )
+    points = "\n".join(_wrapped(f"- {one.strip()}", indent="  ") for one in told if one.strip())
+    return f"{points}\n\n[docs/results.md](docs/results.md) has every table, claim and figure, and what does not hold."
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
 
 
 def machine(records: Sequence[Record]) -> str:
