@@ -12,11 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, stack_module_state
+from torch.nn.modules import module as calls_of_modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import oqc
 from oqc.integrations.injection import inject
+from oqc.nn import Host
 
 X = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 DEEP = {"depth": 2, "width": 32, "heads": 2, "hidden": 48, "num_classes": 5, "rank": 8}
@@ -217,7 +220,7 @@ def test_fsdp2_trains_like_one_process(tmp_path):
     mp.spawn(_fsdp_worker, (2, str(tmp_path)), nprocs=2)
 
 
-def _mlp(host, complement="lowrank", init="paper"):
+def _mlp(host="gelu", complement="lowrank", init="paper"):
     torch.manual_seed(0)
     if host == "swiglu":
         return oqc.OQCFFN(16, 32, host="swiglu", complement=complement, rank=8, init=init, backend="triton")
@@ -227,6 +230,11 @@ def _mlp(host, complement="lowrank", init="paper"):
     if init == "identity":
         nn.init.constant_(module.complement.alpha, 0.7)
     return module
+
+
+def _afbo():
+    torch.manual_seed(0)
+    return oqc.OQCFFN(16, 32, host="afbo", complement="lowrank", rank=8, grid=(3, 3), backend="triton")
 
 
 def _as_reference(module):
@@ -278,7 +286,8 @@ def test_in_training_one_operator_is_the_whole_network(host, complement, init, c
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-CHANGES = ["hook", "hook on act", "hook on complement", "forward", "other act", "new act", "dropout", "frozen", "dtype"]
+CHANGES = ["hook", "hook on act", "hook on complement", "forward", "other act", "new act", "set act",
+    "dropout", "frozen", "dtype"]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -294,6 +303,8 @@ def test_what_is_not_plain_is_left_to_the_host(change, calls):
         module.fc1.forward = lambda x: seen.append(1) or nn.functional.linear(x, module.fc1.weight)
     if change == "new act":
         module.act = nn.ReLU()
+    if change == "set act":
+        module.act.approximate = "tanh"
     if change == "frozen":
         oqc.trainable(module, "complement")
     x = torch.randn(2, 9, 16, requires_grad=True)
@@ -307,6 +318,83 @@ def test_what_is_not_plain_is_left_to_the_host(change, calls):
         if change != "dropout":
             torch.testing.assert_close(y, _as_reference(module)(x), rtol=1e-5, atol=1e-6)
     assert not calls
+
+
+HOOKS = {
+    "forward": calls_of_modules.register_module_forward_hook,
+    "forward pre": calls_of_modules.register_module_forward_pre_hook,
+    "backward": calls_of_modules.register_module_full_backward_hook,
+    "backward pre": calls_of_modules.register_module_full_backward_pre_hook,
+}
+
+
+@pytest.mark.parametrize("when", HOOKS)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("make", [_mlp, _afbo])
+def test_a_hook_on_all_modules_sees_every_layer(make, backend, when, calls):
+    module, seen = make(), set()
+    setattr(module, "oqc_backend" if hasattr(module, "oqc_backend") else "backend", backend)
+    x = torch.randn(2, 9, 16, requires_grad=True)
+    expected = module(x)
+    calls.clear()
+    handle = HOOKS[when](lambda part, *_: seen.add(part))
+    try:
+        y = module(x)
+        y.sum().backward()
+    finally:
+        handle.remove()
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    assert seen == {part for part in module.modules() if not isinstance(part, Host)}  # whose parts are called
+    assert not calls
+
+
+def test_a_compiled_module_takes_up_a_hook_on_all_modules_and_an_activation_set_in_place(calls):
+    module, seen = _mlp("gelu"), []
+    compiled, x = torch.compile(module, fullgraph=True, backend="aot_eager"), torch.randn(2, 9, 16)
+    compiled(x)
+    assert calls == [1]
+    module.act.approximate = "tanh"
+    torch.testing.assert_close(compiled(x), _as_reference(module)(x), rtol=1e-5, atol=1e-6)
+    module.act.approximate = "none"
+    handle = calls_of_modules.register_module_forward_hook(lambda part, *_: seen.append(part))
+    try:
+        module.compile(fullgraph=True, backend="aot_eager")
+        module(x)
+    finally:
+        handle.remove()
+    assert {*module.modules()} == {*seen}
+    assert calls == [1]
+
+
+def test_counting_flops_counts_what_runs(calls):
+    """FlopCounterMode follows the modules by hooks on all of them."""
+    module, x = _mlp("gelu"), torch.randn(2, 9, 16)
+    with FlopCounterMode(display=False):
+        module(x)
+    assert calls == [1]
+
+
+def test_an_activation_of_two_modes_is_run_by_itself(calls):
+    class Dropped(nn.GELU):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+    module = timm.layers.Mlp(16, 32, act_layer=Dropped).eval()
+    inject(module, "lowrank", rank=8, init="paper", backend="triton", seed=0)
+    x = torch.randn(2, 9, 16)
+    assert not torch.equal(module.train()(x), module(x))
+    assert not calls
+
+
+def test_one_activation_object_of_several_networks(calls):
+    """Which is found out for each of them."""
+    model = nn.Sequential(timm.layers.Mlp(16, 32), timm.layers.Mlp(16, 32))
+    model[1].act = model[0].act
+    inject(model, "lowrank", rank=8, backend="triton")
+    model(torch.randn(2, 9, 16))
+    assert calls == [1, 1]
+    oqc.remove(model)
+    assert vars(model[0].act).keys() == vars(nn.GELU()).keys()
 
 
 def test_a_sharded_branch_is_left_to_its_own_forward(tmp_path):

@@ -144,7 +144,7 @@ def remove(model: nn.Module) -> None:
         elif isinstance(module, Injected):
             act = module.oqc_layout.activation(module)
             if isinstance(act, nn.Module):
-                vars(act).pop("oqc_name", None)
+                vars(act).pop("_oqc_found", None)
             module.__class__ = module.oqc_base  # type: ignore[assignment]
             del module.complement, module.oqc_layout, module.oqc_backend
     for module in model.modules():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as calls
+from torch.utils.module_tracker import ModuleTracker
 
 from oqc.ops.plain import ACTIVATIONS
 
@@ -46,36 +49,61 @@ def has_hooks(module: Any) -> bool:
     """Whether calling the module does more than its class's forward."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     hooks = before or after or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or "forward" in module.__dict__
+    return bool(hooks) or "forward" in module.__dict__ or _every_call_has_hooks()
+
+
+def _every_call_has_hooks() -> bool:
+    """Whether hooks are registered for all modules at once, other than FlopCounterMode's: those only note which module
+    runs, and what it counts has to be what runs without it."""
+    if not calls._has_any_global_hook():
+        return False
+    before, after = calls._global_forward_pre_hooks, calls._global_forward_hooks
+    if calls._global_backward_hooks or calls._global_backward_pre_hooks:
+        return True
+    hooks = itertools.chain(before.values(), after.values())
+    return any(type(getattr(hook, "__self__", None)) is not ModuleTracker for hook in hooks)
 
 
 def activation_name(act: Callable[[Tensor], Tensor]) -> str | None:
-    """Which of the activations that kernels have this is, by what it does to some numbers; None: none of them."""
-    if isinstance(act, nn.Module) and next(itertools.chain(act.parameters(), act.buffers()), None) is not None:
-        return None
+    """Which of the activations that kernels have this is, by what it does to some numbers in training and in
+    evaluation; None: none of them, or a module that holds tensors or others, which may change."""
+    if isinstance(act, nn.Module):
+        held = itertools.chain(vars(act).values(), act.parameters(), act.buffers(), act.children())
+        if any(isinstance(item, (Tensor, nn.Module)) for item in held):
+            return None
     far = torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4], dtype=torch.float64, device="cpu")
     x = torch.cat([torch.linspace(-8, 8, 65, dtype=torch.float64, device="cpu"), far])
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            y = act(x.clone())
-        return next((name for name, one in ACTIVATIONS.items() if torch.allclose(y, one(x), rtol=0, atol=1e-9)), None)
+            ys = [form(x.clone()) for form in _forms(act)]
+        known = ACTIVATIONS.items()
+        return next((k for k, one in known if all(torch.allclose(y, one(x), rtol=0, atol=1e-9) for y in ys)), None)
     except Exception:  # of another kind, whatever it expects
         return None
+
+
+def _forms(act: Any) -> list[Callable[[Tensor], Tensor]]:
+    """An activation in each mode it has, without hooks."""
+    return [copy.copy(act).train(mode).forward for mode in (True, False)] if isinstance(act, nn.Module) else [act]
 
 
 def activation_in_use(act: object) -> str | None:
     """The name of an activation as it is now: one of ours, or a module that was found to be one (`mark_activation`).
 
-    A module that took its place since, or has hooks, has none.
+    A module that took its place since, has hooks, or is set otherwise than it was then, has none.
     """
     for name, one in ACTIVATIONS.items():
         if act is one:
             return name
-    return getattr(act, "oqc_name", None) if isinstance(act, nn.Module) and not has_hooks(act) else None
+    if not isinstance(act, nn.Module) or has_hooks(act):
+        return None
+    found, settings = getattr(act, "_oqc_found", (None, ()))
+    return found if all(getattr(act, key, None) == value for key, value in settings) else None
 
 
 def mark_activation(act: object) -> None:
-    """Finds out once which activation a module is, and leaves the name with it."""
+    """Finds out once which activation a module is, and leaves the name with it and what it was set to then."""
     name = activation_name(act) if isinstance(act, nn.Module) else None
     if name is not None:
-        act.oqc_name = name  # type: ignore[attr-defined]
+        settings = [(key, value) for key, value in vars(act).items() if key[0] != "_" and key != "training"]
+        act._oqc_found = (name, settings)  # type: ignore[attr-defined]
