@@ -339,6 +339,62 @@ def test_generic_networks_are_given_back(make):
         assert list(model.state_dict()) == names
 
 
+class Adapted(nn.Module):
+    """As peft's layers have it: a linear layer inside, not one itself."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.base_layer, self.in_features, self.out_features = linear, linear.in_features, linear.out_features
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+def test_networks_with_adapters_are_named():
+    model = vit()
+    model.blocks[1].mlp.fc2 = Adapted(model.blocks[1].mlp.fc2)
+    for block in model.blocks:
+        block.attn.proj = Adapted(block.attn.proj)
+    report = inject(model, rank=4)
+    assert [one.path for one in report.replaced] == ["blocks.0.mlp", "blocks.2.mlp"]
+    assert [one.path for one in report.skipped] == ["blocks.1.mlp"]
+    assert "Adapted in place of an nn.Linear (LoRA?): inject before that" in report.skipped[0].reason
+    with pytest.raises(ValueError, match=r"left alone: mlp: it has a .*Adapted in place of an nn.Linear"):
+        inject(model.blocks[1], rank=4)
+
+
+def test_a_network_that_cannot_be_copied_is_left_alone():
+    """Such as one that keeps what it computed last."""
+    model = vit()
+    for block in model.blocks[:2]:
+        block.mlp.last = model(X)
+    report = inject(model, rank=4)
+    assert [one.path for one in report.replaced] == ["blocks.2.mlp"]
+    assert "blocks.1.mlp, it cannot be copied to find out its form: Only Tensors created" in str(report)
+
+
+class Clipped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("most", torch.tensor(6.0))
+
+    def forward(self, x):
+        return x.clamp(max=self.most).relu()
+
+
+def test_a_network_is_tried_with_the_buffers_it_has():
+    """With deterministic algorithms PyTorch fills what has no values with NaN."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), Clipped(), nn.Linear(32, 16)), torch.randn(2, 5, 16)
+    before = model(x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert len(inject(model, rank=4).replaced) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(model(x), before)
+
+
 class Chosen(nn.Module):
     """Its activation is a function it was given."""
 

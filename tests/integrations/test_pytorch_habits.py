@@ -2,6 +2,7 @@
 
 import copy
 
+import accelerate
 import pytest
 import timm
 import torch
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import oqc
+from oqc.integrations import fold
 from oqc.integrations.injection import inject
 from oqc.nn import Host
 
@@ -232,9 +234,9 @@ def _mlp(host="gelu", complement="lowrank", init="paper"):
     return module
 
 
-def _afbo():
+def _afbo(init="paper"):
     torch.manual_seed(0)
-    return oqc.OQCFFN(16, 32, host="afbo", complement="lowrank", rank=8, grid=(3, 3), backend="triton")
+    return oqc.OQCFFN(16, 32, host="afbo", complement="lowrank", rank=8, init=init, grid=(3, 3), backend="triton")
 
 
 def _as_reference(module):
@@ -318,6 +320,63 @@ def test_what_is_not_plain_is_left_to_the_host(change, calls):
         if change != "dropout":
             torch.testing.assert_close(y, _as_reference(module)(x), rtol=1e-5, atol=1e-6)
     assert not calls
+
+
+class Codes(torch.Tensor):
+    """As torchao's quantised weights are: a linear layer's class stays, and its weight knows that product alone."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            x, weight, bias = args
+            return nn.functional.linear(x, weight.codes * weight.scale, bias)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(function)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("make", [_mlp, _afbo])
+@torch.no_grad()
+def test_quantised_after_the_injection(make, backend, calls):
+    module, x = make(), torch.randn(2, 9, 16)
+    setattr(module, "oqc_backend" if hasattr(module, "oqc_backend") else "backend", backend)
+    expected = _as_reference(module)(x)
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            scale = layer.weight.abs().amax(1, keepdim=True) / 127
+            weight = Codes((layer.weight / scale).round().to(torch.int8), scale)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+    assert (module(x) - expected).norm() / expected.norm() < 0.05
+    with pytest.raises(ValueError, match="no complement that can be folded"):
+        fold(module)
+    assert not calls
+
+
+@pytest.mark.parametrize("make", [_mlp, _afbo])
+@pytest.mark.parametrize("init", ["paper", "identity"])
+@torch.no_grad()
+def test_offloaded_by_accelerate(make, init):
+    """Every layer's weights come when it is called, and go; arguments that have weights are moved, too."""
+    module, x = make(init=init), torch.randn(2, 9, 16)
+    expected = module(x)
+    accelerate.cpu_offload(module, execution_device="cpu")
+    assert all(p.is_meta for p in module.parameters())
+    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-6)
 
 
 HOOKS = {

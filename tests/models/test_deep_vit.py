@@ -39,6 +39,24 @@ def test_counting_without_allocating_agrees_with_a_real_model():
     assert sum(p.numel() for p in model.parameters()) == counting.parameters(model.config)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_images_give_no_logits(backend):
+    model = tiny("lowrank", backend=backend)
+    images = torch.randn(0, 1, 8, 8)
+    logits = model(images)
+    assert logits.shape == (0, model.config.num_classes)
+    logits.sum().backward()
+    assert model(images, intermediates=True)[0].shape == logits.shape
+
+
+def test_patches_are_cut_row_by_row():
+    model = tiny()
+    x = torch.randn(2, 1, 8, 8)
+    patch = x[:, :, 2:4, :2].flatten(1)  # the first of the second row, in which there are four
+    expected = model.patch_embed(patch) + model.pos_embed[:, 4]
+    torch.testing.assert_close(model.embed(x)[:, 4], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_flops_of_a_linear_part():
     """One more MLP block costs its products and its attention."""
     base = Model(ffn=FFN(host="mlp"))

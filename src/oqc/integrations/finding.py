@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -57,7 +59,13 @@ def find(model: nn.Module) -> tuple[list[Found], list[Skipped]]:
                 skipped.append(Skipped(path=path, reason=reason))
                 inside = _within(path)
                 continue
-            layout = _recognise_once(module, _is_split(model, path, module), known)
+            try:
+                layout = _recognise_once(module, _is_split(model, path, module), known)
+            except (RuntimeError, TypeError) as error:  # of the copy that would prove it
+                reason = f"it cannot be copied to find out its form: {str(error).partition('. ')[0]}"
+                skipped.append(Skipped(path=path, reason=reason))
+                inside = _within(path)
+                continue
             if layout is not None:
                 width, hidden = sizes(module, layout)
                 found.append(Found(path=path, module=module, layout=layout, width=width, hidden=hidden))
@@ -66,6 +74,9 @@ def find(model: nn.Module) -> tuple[list[Found], list[Skipped]]:
                 skipped.append(Skipped(path=path, reason=f"{type(module).__name__} computes something else"))
         elif _convolutional(module):
             skipped.append(Skipped(path=path, reason="its maps are convolutions"))
+        elif (other := _other_linear(module)) is not None:
+            reason = f"it has a {other} in place of an nn.Linear (LoRA?): inject before that"
+            skipped.append(Skipped(path=path, reason=reason))
     return found, skipped
 
 
@@ -96,6 +107,21 @@ def _convolutional(module: nn.Module) -> bool:
         and fc1.kernel_size == fc2.kernel_size == (1, 1)
         and fc1.in_channels == fc2.out_channels <= fc1.out_channels
     )
+
+
+def _other_linear(module: nn.Module) -> str | None:
+    """The class of a child that stands where a linear layer was, in what is otherwise a map up and a map down."""
+    layers: list[Any] = [part for part in module.children() if _has_sizes(part)]
+    for up, down in itertools.permutations(layers, 2):
+        width, hidden = down.out_features, down.in_features
+        if up.in_features == width < hidden and up.out_features in (hidden, 2 * hidden):
+            kinds = [type(layer) for layer in (up, down) if not isinstance(layer, nn.Linear)]
+            return f"{kinds[0].__module__}.{kinds[0].__qualname__}" if kinds else None
+    return None
+
+
+def _has_sizes(part: nn.Module) -> bool:
+    return all(isinstance(getattr(part, name, None), int) for name in ("in_features", "out_features"))
 
 
 def _mlps_of(path: str, module: nn.Module) -> list[Skipped]:

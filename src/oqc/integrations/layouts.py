@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from oqc.ops import acts
+from oqc.ops import acts, is_plain
 from oqc.ops.plain import ACTIVATIONS
 from oqc.ops.reference import Map
 
@@ -64,11 +64,12 @@ class Layout:
         return maps, act(maps[0]) * maps[1] if self.mix == "gate_first" else maps[0] * act(maps[1])
 
     def project(self, module: nn.Module) -> Map:
-        """The map from h on: the output projection itself, where nothing acts between h and it right now."""
+        """The map from h on: the output projection itself, where it is just its weights and nothing acts between h and
+        it right now. Any other is not handed on as a module, which accelerate's hooks would move to a device."""
         parts = module._modules
         acting = [parts[name] for name in self.between if acts(parts[name])]
         down = parts[self.down] if self.down is not None else None
-        return down if down is not None and not acting else _Chain([*acting, down])
+        return _Chain([*acting, down]) if down is None or acting or not is_plain(down) else down
 
     def leave(self, module: nn.Module, y: Tensor) -> Tensor:
         for name in self.after:
@@ -188,7 +189,9 @@ def _random_copy(module: nn.Module) -> nn.Module:
             hooks.clear()
         if isinstance(part, nn.Dropout):
             part.p, part.inplace = 0.5, False
-    probe = probe.to_empty(device="cpu").double()
+    if any(value.is_meta for value in itertools.chain(probe.parameters(), probe.buffers())):
+        probe = probe.to_empty(device="cpu")
+    probe = probe.cpu().double()
     with torch.no_grad():
         for value in probe.parameters():
             scale = value.shape[-1] ** -0.5 if value.dim() > 1 else 1.0

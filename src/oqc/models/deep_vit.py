@@ -11,7 +11,6 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from oqc import ops, seeding
 from oqc.config import Model
@@ -133,8 +132,9 @@ class DeepViT(nn.Module):
 
     def tokens(self, x: Tensor) -> Tensor:
         """`embed` after its check, which stays outside of what is compiled."""
-        x = F.pixel_unshuffle(x, self.config.patch_size).flatten(2).transpose(1, 2)  # [B, N, C * patch * patch]
-        return self.patch_embed(x) + self.pos_embed
+        p = self.config.patch_size
+        x = x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)  # [B, h, w, C, patch, patch]
+        return self.patch_embed(x.flatten(3).flatten(1, 2)) + self.pos_embed
 
     def pool(self, last: Tensor, penultimate: Tensor) -> Tensor:
         """Readout, norm, mean over tokens: the features before the head, [B, D]."""

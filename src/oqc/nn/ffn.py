@@ -109,7 +109,7 @@ class OQCFFN(nn.Module):
             return self._leave(self._fused(x, folded))
         if complement is None:
             return self._leave(host.project(host.mix(*host.maps(x))))
-        out = host.project if host.between() else host.fc2
+        out = host.fc2 if ops.is_plain(host.fc2) and not host.between() else host.project
         y = complement.network(x, host.up(), getattr(host, "act", None), out, self.backend)
         if y is None:
             maps = host.maps(x)

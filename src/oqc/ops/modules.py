@@ -18,11 +18,13 @@ from oqc.ops.plain import ACTIVATIONS
 def is_plain(*modules: object) -> bool:
     """Whether each module is exactly the map its own weight makes it: an `nn.Linear` or `nn.Conv2d` itself, no hooks.
 
-    LoRA layers are other classes, and so are parametrized and most quantised ones; for those the identity does not
-    hold. Quantisation that keeps the class and changes the weight's type is not recognised.
+    LoRA layers are other classes, and so are parametrized and most quantised ones; torchao quantises, and DTensor
+    shards, by a weight that stands for other tensors. For all those the identity does not hold.
     """
     for module in modules:
         if module is not None and (type(module) not in (nn.Linear, nn.Conv2d) or has_hooks(module)):
+            return False
+        if hasattr(type(getattr(module, "weight", None)), "__tensor_flatten__"):
             return False
     return True
 
