@@ -25,7 +25,9 @@ def test_one_pass_has_what_its_parts_have(host, complement):
     model, data = model_with(host=host, complement=complement, rank=4), batches()
     got = mechanism(model, data)
     assert tuple(got) == METRICS
-    assert {name: got[name] for name in overlap(model, data)} == overlap(model, data)
+    beside = overlap(model, data)  # through the blocks' own forward, not by the literal equations
+    for name, value in beside.items():
+        assert got[name] == (None if value is None else pytest.approx(value, rel=1e-4, abs=1e-6))
     with torch.no_grad():
         features = torch.cat([model.eval().forward_features(x) for x, _ in data])
     expected = geometry(features, torch.cat([labels for _, labels in data]))

@@ -1,41 +1,37 @@
 import math
 
 import pytest
+import timm
 import torch
 from torch import nn
 
 import oqc
 from oqc.analysis import chance_level, overlap
+from oqc.analysis.overlap import METRICS, OverlapSums
 from oqc.config import FFN, Model
 
 
-class Fixed(nn.Module):
-    """A model whose intermediates can be worked out by hand: two tokens, one block."""
-
-    def forward(self, x, intermediates):
-        assert intermediates
-        assert not self.training
-        e = torch.eye(3)
-        return x, {
-            "blocks.0.q": torch.stack([e[0], (e[0] + e[1]) / math.sqrt(2)]),
-            "blocks.0.m": torch.stack([e[0], -e[0]]),
-            "blocks.0.q_perp": torch.stack([e[1], e[1]]),
-            "blocks.0.delta": torch.stack([3 * e[2], e[0] + e[2]]),
-            "blocks.0.b": torch.stack([e[0], e[2]]),
-            "blocks.0.gate": torch.tensor([[0.2], [0.6]]),
-        }
-
-
 def test_worked_out_by_hand():
-    model = Fixed()
-    got = overlap(model, [(torch.zeros(1), torch.zeros(1))] * 3)
+    """Two tokens, one block, three times."""
+    e, sums = torch.eye(3), OverlapSums()
+    for _ in range(3):
+        sums.add(
+            {
+                "blocks.0.q": torch.stack([e[0], (e[0] + e[1]) / math.sqrt(2)]),
+                "blocks.0.m": torch.stack([e[0], -e[0]]),
+                "blocks.0.q_perp": torch.stack([e[1], e[1]]),
+                "blocks.0.delta": torch.stack([3 * e[2], e[0] + e[2]]),
+                "blocks.0.b": torch.stack([e[0], e[2]]),
+                "blocks.0.gate": torch.tensor([[0.2], [0.6]]),
+            }
+        )
+    got = sums.means()
     assert got["before"] == pytest.approx((1 + 1 / math.sqrt(2)) / 2)
     assert got["after"] == 0
     assert got["hidden_cosine"] == pytest.approx(1 / math.sqrt(2) / 2)
     assert got["gate_mean"] == pytest.approx(0.4)
     assert got["gate_std"] == pytest.approx(0.2)
     assert got["chance"] == pytest.approx(0.5)  # on the sphere in three dimensions |cos| is uniform
-    assert model.training
 
 
 def test_chance_levels():
@@ -74,3 +70,52 @@ def test_what_is_not_finite_is_none():
     got = overlap(model, [(torch.randn(2, 1, 8, 8), torch.zeros(2))])
     assert got["hidden_cosine"] is None
     assert got["before"] > 0
+
+
+def small_vit(**options):
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
+    model = timm.models.VisionTransformer(**sizes)
+    return model, oqc.inject(model, init="paper", rank=8, seed=0, **options)
+
+
+@pytest.mark.parametrize("complement", ["lowrank", "full", "dynamic"])
+def test_an_injected_model_by_block(complement):
+    model, _ = small_vit(complement=complement)
+    data = [(torch.randn(4, 3, 32, 32), torch.zeros(4)), (torch.randn(2, 3, 32, 32), torch.zeros(2))]
+    model.train()
+    whole, blocks = overlap(model, data), overlap(model, data, by_block=True)
+    assert model.training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert list(blocks) == [f"blocks.{i}.mlp" for i in range(3)]
+    assert whole["after"] < 1e-6 < whole["before"]
+    for name in ("before", "hidden_cosine", "gate_mean"):  # every block has as many tokens
+        assert whole[name] == pytest.approx(sum(one[name] for one in blocks.values()) / 3)
+    gates = torch.sigmoid(torch.tensor([-2.0])).item()
+    assert blocks["blocks.1.mlp"]["gate_mean"] == pytest.approx(gates, abs=1e-5)
+
+
+def test_what_a_network_adds_is_what_its_intermediates_say():
+    model, _ = small_vit(complement="lowrank")
+    network, x = model.blocks[1].mlp, torch.randn(2, 17, 32)
+    y, named = network.intermediates(x)
+    torch.testing.assert_close(y, network(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(y, network.fc2(named["h"]))
+    torch.testing.assert_close(named["h"], named["b"] + named["gate"] * named["delta"])
+    torch.testing.assert_close(named["b"], network.act(network.fc1(x)))
+
+
+def test_batches_of_any_form():
+    model, _ = small_vit(complement="lowrank")
+    x = torch.randn(2, 3, 32, 32)
+    assert overlap(model, [x]) == overlap(model, [[x, 1]]) == overlap(model, [{"x": x}])
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    assert overlap(compiled, [x]) == overlap(model, [x])
+
+
+def test_a_complement_that_nothing_reaches_is_an_error():
+    model, _ = small_vit(complement="lowrank")
+    with pytest.raises(ValueError, match=r"batches must reach every complement, but none came to 'blocks.0.mlp'"):
+        overlap(model, [])
+    assert overlap(nn.Identity(), [torch.zeros(1)]) == dict.fromkeys(METRICS)

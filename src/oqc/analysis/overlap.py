@@ -10,11 +10,14 @@ Streams over batches with the literal equations, in float32, and sums in float64
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from oqc.nn import Complement
 
 METRICS = ("before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std")
 
@@ -24,13 +27,50 @@ def chance_level(dimension: int) -> float:
     return math.exp(math.lgamma(dimension / 2) - math.lgamma((dimension + 1) / 2)) / math.sqrt(math.pi)
 
 
-def overlap(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float | None]:
-    """Overlap and gate statistics of a model that returns intermediates; None where the model has no such part."""
-    sums = OverlapSums()
-    with evaluating(model):
-        for x, _ in batches:
-            sums.add(model(x, intermediates=True)[1])
-    return sums.means()
+def overlap(model: nn.Module, batches: Iterable[Any], *, by_block: bool = False) -> dict[str, Any]:
+    """Overlap and gate statistics of any model with complements: injected, built with `OQCFFN`, or ours.
+
+    A batch is what the model takes: a tensor, a tuple or list that begins with it, or a dict of keyword arguments.
+    Without `by_block`, METRICS over all tokens and blocks, None for what the model does not have; with it, the same for
+    every feed-forward network that has a complement, by its path. A gate that is scaled by alpha counts scaled.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile runs calls no hooks
+    networks = {path: one for path, one in model.named_modules() if isinstance(_branch(one), Complement)}
+    whole = OverlapSums()
+    sums = {path: OverlapSums() if by_block else whole for path in networks}
+    called: set[str] = set()
+
+    def watch(path: str) -> Callable[[Any, Any], None]:
+        def look(network: Any, args: Any) -> None:
+            _, named = network.intermediates(args[0])
+            sums[path].add({f"{path}.{name}": value for name, value in named.items()})
+            called.add(path)
+
+        return look
+
+    hooks = [network.register_forward_pre_hook(watch(path)) for path, network in networks.items()]
+    try:
+        with evaluating(model):
+            for batch in batches:
+                _call(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for path in networks:
+        if path not in called:
+            raise ValueError(f"batches must reach every complement, but none came to {path!r}")
+    return {path: one.means() for path, one in sums.items()} if by_block else whole.means()
+
+
+def _branch(module: nn.Module) -> object:
+    return getattr(module, "complement", None)
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    else:
+        model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
 class OverlapSums:

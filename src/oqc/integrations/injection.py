@@ -45,6 +45,14 @@ class Injected(nn.Module):
             y = branch(x, maps, b, out, backend)
         return layout.leave(self, y)
 
+    def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The output by the literal equations, with b, q, m, q_perp, delta, gate and h by name."""
+        layout = self.oqc_layout
+        x = layout.enter(self, x)
+        maps, b = layout.hidden(self, tuple([layer(x) for layer in layout.up(self)]))
+        named = self.complement.intermediates(x, maps, b)
+        return layout.leave(self, layout.project(self)(named["h"])), named
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copies and pickles by the original class, since the subclass has no name to import it by."""
         return _new_instance, (self.oqc_base,), self.__dict__

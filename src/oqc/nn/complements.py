@@ -143,6 +143,22 @@ class Complement(nn.Module):
             backend=backend,
         )
 
+    def intermediates(self, x: Tensor, maps: tuple[Tensor, ...], b: Tensor) -> dict[str, Tensor]:
+        """b, q, m, q_perp, delta, gate and h by name, by the literal equations; without those that a kind lacks."""
+        kind, gate = self.kind, self.gate(x)
+        parts = ops.reference.update(
+            b,
+            *self.branches(x, maps),
+            self.lift,
+            self.project,
+            space=kind.space,
+            normalise=kind.normalise,
+            eps=self.eps,
+        )
+        named = {"b": b} | {name: value for name, value in parts._asdict().items() if value is not None}
+        named["gate"] = torch.broadcast_to(gate, (*b.shape[:-1], 1))
+        return named | {"h": ops.reference.inject(b, parts.delta, gate)}
+
     def fold(self, out: nn.Linear) -> None:
         """Keeps G = O^T O and M = W O from now on: for inference, where O and W no longer change."""
         lift = ops.reference.upcast(self.lift.weight.detach())

@@ -119,23 +119,8 @@ class OQCFFN(nn.Module):
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The output by the literal equations, with b, q, m, q_perp, delta, gate and h by name."""
         x, maps, b = self._hidden(x)
-        named, h = {"b": b}, b
-        if self.complement is not None:
-            kind, gate = self.complement.kind, self.complement.gate(x)
-            parts = ops.reference.update(
-                b,
-                *self.complement.branches(x, maps),
-                self.complement.lift,
-                self.complement.project,
-                space=kind.space,
-                normalise=kind.normalise,
-                eps=self.complement.eps,
-            )
-            h = ops.reference.inject(b, parts.delta, gate)
-            named |= {name: value for name, value in parts._asdict().items() if value is not None}
-            named["gate"] = torch.broadcast_to(gate, (*b.shape[:-1], 1))
-        named["h"] = h
-        return self._leave(self.host.project(h)), named
+        named = {"b": b, "h": b} if self.complement is None else self.complement.intermediates(x, maps, b)
+        return self._leave(self.host.project(named["h"])), named
 
     def _is_one_operator(self, x: Tensor) -> bool:
         """Whether fused kernels run the whole network: a dense AFBO whose layers are all plain, with none between."""
