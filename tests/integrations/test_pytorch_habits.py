@@ -2,7 +2,6 @@
 
 import copy
 
-import accelerate
 import pytest
 import timm
 import torch
@@ -372,6 +371,8 @@ def test_quantised_after_the_injection(make, backend, calls):
 @torch.no_grad()
 def test_offloaded_by_accelerate(make, init):
     """Every layer's weights come when it is called, and go; arguments that have weights are moved, too."""
+    import accelerate  # here: the processes that other tests start import this file, too
+
     module, x = make(init=init), torch.randn(2, 9, 16)
     expected = module(x)
     accelerate.cpu_offload(module, execution_device="cpu")
