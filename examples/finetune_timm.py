@@ -11,7 +11,7 @@ import argparse
 import timm
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset, random_split
 from torchvision.datasets import ImageFolder
 
 from oqc.integrations import inject, save, trainable
@@ -41,7 +41,7 @@ def main(arguments=None):
     parser.add_argument("images")
     parser.add_argument("--model", default="vit_tiny_patch16_224")
     parser.add_argument("--pretrained", action="store_true")
-    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--size", type=int, help="of the images, where the model takes another than its own")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch", type=int, default=64)
@@ -50,23 +50,27 @@ def main(arguments=None):
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    data = ImageFolder(args.images)
-    model = timm.create_model(
-        args.model, pretrained=args.pretrained, num_classes=len(data.classes), img_size=args.size
-    ).to(device)
-    data.transform = timm.data.create_transform(**timm.data.resolve_data_config({"img_size": args.size}, model=model))
-    train, test = torch.utils.data.random_split(data, [0.8, 0.2], torch.Generator().manual_seed(0))
-    loaders = [DataLoader(part, args.batch, shuffle=part is train) for part in (train, test)]
+    size = {} if args.size is None else {"img_size": args.size}
+    classes = len(ImageFolder(args.images).classes)
+    model = timm.create_model(args.model, pretrained=args.pretrained, num_classes=classes, **size).to(device)
+    config = timm.data.resolve_data_config(size, model=model)
+    steps = [timm.data.create_transform(**config, is_training=training) for training in (True, False)]
+    augmented, plain = (ImageFolder(args.images, step) for step in steps)
+    train, test = random_split(range(len(plain)), [0.8, 0.2], torch.Generator().manual_seed(0))
+    loaders = [
+        DataLoader(Subset(augmented, list(train)), args.batch, shuffle=True),
+        DataLoader(Subset(plain, list(test)), args.batch),
+    ]
 
     print(inject(model, "lowrank", rank=args.rank))
-    new = [*trainable(model, "complement"), *model.get_classifier().requires_grad_().parameters()]
-    print(f"head and branch: loss {epoch(model, loaders[0], torch.optim.AdamW(new, lr=1e-3), device):.3f}")
+    optimizer = torch.optim.AdamW(trainable(model, also=model.get_classifier()), lr=1e-3)
+    print(f"head and branch: loss {epoch(model, loaders[0], optimizer, device):.3f}")
     optimizer = torch.optim.AdamW(trainable(model, "all"), lr=1e-4, weight_decay=0.05)
     for i in range(args.epochs):
         print(f"epoch {i + 1}: loss {epoch(model, loaders[0], optimizer, device):.3f}", end="")
         print(f", test accuracy {100 * accuracy(model, loaders[1], device):.1f}%")
     save(model, args.out)
-    print(f"saved to {args.out}; oqc.integrations.load({args.out!r}) gives it back")
+    print(f"saved to {args.out}; oqc.load({args.out!r}) gives it back")
 
 
 if __name__ == "__main__":

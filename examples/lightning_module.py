@@ -21,10 +21,10 @@ class Complemented(lightning.LightningModule):
     def __init__(self, name, classes, size, *, pretrained=False, rank=32, lr=1e-3):
         super().__init__()
         self.save_hyperparameters()
-        self.model = timm.create_model(name, pretrained=pretrained, num_classes=classes, img_size=size)
+        sizes = {} if size is None else {"img_size": size}
+        self.model = timm.create_model(name, pretrained=pretrained, num_classes=classes, **sizes)
         inject(self.model, "lowrank", rank=rank)
-        trainable(self.model, "complement")
-        self.model.get_classifier().requires_grad_()
+        trainable(self.model, also=self.model.get_classifier())
 
     def forward(self, images):
         return self.model(images)
@@ -45,7 +45,7 @@ def main(arguments=None):
     parser.add_argument("images")
     parser.add_argument("--model", default="vit_tiny_patch16_224")
     parser.add_argument("--pretrained", action="store_true")
-    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--size", type=int, help="of the images, where the model takes another than its own")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--out", default="runs/lightning")
@@ -54,7 +54,7 @@ def main(arguments=None):
     lightning.seed_everything(0)
     data = ImageFolder(args.images)
     module = Complemented(args.model, len(data.classes), args.size, pretrained=args.pretrained)
-    config = timm.data.resolve_data_config({"img_size": args.size}, model=module.model)
+    config = timm.data.resolve_data_config({"img_size": args.size} if args.size else {}, model=module.model)
     data.transform = timm.data.create_transform(**config, is_training=True)
     trainer = lightning.Trainer(
         max_epochs=args.epochs, default_root_dir=args.out, logger=False, enable_checkpointing=False, log_every_n_steps=1

@@ -1,8 +1,10 @@
-"""What README, docs/results.md and the presets say of our runs is what the records say."""
+"""What README, docs/results.md and the presets say of our runs is what the records say; what they show runs."""
 
 import importlib.util
 import re
 from pathlib import Path
+
+import pytest
 
 from oqc.analysis import METRICS, SEPARATION
 from oqc.experiments.claims import AFBO
@@ -44,3 +46,14 @@ def test_figures_are_up_to_date():
         if creator.findall(kept) == creator.findall(fresh):
             assert kept == fresh, f"{name} is not what the records say: run make results"
         assert texts(kept) == texts(fresh), f"{name} is not what the records say: run make results"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/integrations.md"])
+def test_every_snippet_runs(name, tmp_path, monkeypatch):
+    """One after the other, as a reader would; weights start at random, since there may be no network."""
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert snippets
+    space: dict[str, object] = {}
+    for snippet in snippets:
+        exec(snippet.replace("pretrained=True", "pretrained=False"), space)

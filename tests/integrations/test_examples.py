@@ -50,6 +50,14 @@ def test_finetune_timm(images, tmp_path, capsys):
     assert all(module.complement.alpha.item() != 0 for _, module in complements(model))
 
 
+@pytest.mark.parametrize("model", ["deit_tiny_distilled_patch16_224", "convnext_tiny"])
+def test_models_of_two_heads_or_of_one_size(model, images, tmp_path, capsys):
+    size = ["--size", "32"] if model.startswith("deit") else []
+    arguments = [images, "--model", model, *size, "--epochs", "0", "--batch", "16", "--out", str(tmp_path)]
+    example("finetune_timm").main(arguments)
+    assert "head and branch: loss" in capsys.readouterr().out
+
+
 def test_transformers_trainer(images, tmp_path):
     model = example("transformers_trainer").main(
         [images, "--size", "32", "--epochs", "2", "--batch", "8", "--out", str(tmp_path)]

@@ -108,6 +108,15 @@ def test_a_program_for_the_models_own_size_alone_is_not_written(tmp_path, write)
     assert [path.name for path in tmp_path.iterdir()] == ["any.pt2"]
 
 
+@pytest.mark.parametrize("write", [to_onnx, to_torch_export])
+def test_arguments_in_another_order_and_folders_to_make(tmp_path, write):
+    model = oqc.create_model("deep_vit_mlp", depth=2, width=32, heads=2)
+    with pytest.raises(ValueError, match="example must be a tensor of images, got PosixPath"):
+        write(model, images(1), tmp_path / "model.pt2")
+    write(model, tmp_path / "new" / "model.pt2", images(1))
+    assert (tmp_path / "new" / "model.pt2").stat().st_size > 0
+
+
 def test_folding_needs_a_complement():
     with pytest.raises(ValueError, match="DeepViT has no complement that can be folded"):
         fold(oqc.create_model("deep_vit_mlp", depth=2, width=32, heads=2))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import timm
@@ -95,6 +96,48 @@ def test_trainable():
         trainable(vit(), "complement")
 
 
+def test_trainable_with_a_head():
+    model = vit()
+    inject(model, "lowrank", rank=4)
+    picked = {id(p) for p in trainable(model, also=model.head)}
+    assert picked == {id(p) for n, p in model.named_parameters() if ".complement." in n or n.startswith("head.")}
+    assert {id(p) for p in trainable(model, also=(model.head, model.norm))} == picked | {
+        id(p) for p in model.norm.parameters()
+    }
+    with pytest.raises(ValueError, match=r"also must be a module of the model or several, got \['head'\]"):
+        trainable(model, also=["head"])
+
+
+def test_trainable_leaves_frozen_what_others_froze():
+    model = vit()
+    model.pos_embed.requires_grad_(False)
+    inject(model, "lowrank", rank=4)
+    everything = [p for n, p in model.named_parameters() if n != "pos_embed"]
+    for one in (model, copy.deepcopy(model)):
+        assert len(trainable(one, "all")) == len(everything)
+        trainable(one)
+        trainable(one)  # again: what is frozen already is still remembered
+        clone = copy.deepcopy(one)
+        assert len(trainable(clone, "all")) == len(everything)
+        assert not clone.pos_embed.requires_grad
+
+
+def test_a_plain_checkpoint_does_not_meet_a_trained_branch_unseen():
+    plain, model = vit(), vit()
+    inject(model, "lowrank", rank=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(plain.state_dict())  # adds nothing yet
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.complement.alpha.fill_(0.5)
+    with pytest.warns(UserWarning, match="holds nothing of a complement, which keeps the weights that it has"):
+        model.load_state_dict(plain.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(model.state_dict())
+
+
 @pytest.mark.parametrize(
     ("blocks", "picked"), [("all", [0, 1, 2]), (slice(1, None), [1, 2]), ([0, -1], [0, 2]), (range(2), [0, 1])]
 )
@@ -115,8 +158,12 @@ def test_report():
     assert report.flops_per_token == 3 * one
     assert report.flops_per_image == 5 * 3 * one  # 4 patches and the class token
     text = str(report)
+    assert report.flops_per_batch == 3 * 2 * 128 * 8 * (32 + 8)  # M and G
     assert "in 3 of 3 feed-forward networks" in text
-    assert "blocks.2.mlp: Mlp, 32 -> 128" in text
+    assert f"{5 * 3 * one:,} an image, {3 * one:,} for a token that passes all of them, 245,760 once a batch" in text
+    assert "  blocks.0.mlp to blocks.2.mlp (3): Mlp, 32 -> 128, " in text
+    remove(model)
+    assert "\n  blocks.1.mlp: Mlp, 32 -> 128, " in str(inject(model, rank=8, blocks=[1]))
     assert not model.training
 
 
@@ -174,7 +221,7 @@ def injected():
         (vit, {"blocks": [-4]}, "blocks has -4"),
         (vit, {"blocks": slice(5, 6)}, "picks none of the 3 feed-forward networks of VisionTransformer"),
         (vit, {"blocks": []}, r"blocks \[\] picks none of the 3 .*: 0 to 2"),
-        (vit, {"blocks": "every"}, "blocks must be one of all, got 'every'"),
+        (vit, {"blocks": "every"}, "blocks must be \"all\", a slice or a list of whole numbers, got 'every'"),
         (vit, {"blocks": 0}, 'blocks must be "all", a slice or a list of whole numbers, got 0'),
         (vit, {"blocks": None}, "blocks must be .*, got None"),
         (vit, {"blocks": [True, False]}, "blocks must be .*, got .True, False"),
@@ -278,7 +325,9 @@ def test_a_network_that_only_looks_like_one_is_left_alone():
     model = nn.Sequential(Shifted(), sequential())
     report = inject(model, rank=4)
     assert [one.path for one in report.replaced] == ["1"]
-    assert [(one.path, one.reason) for one in report.skipped] == [("0", "Shifted computes something else")]
+    assert [(one.path, one.reason) for one in report.skipped] == [
+        ("0", "Shifted does more than a map up, an activation and a map down")
+    ]
 
 
 def test_attention_pools_and_position_biases_are_left_alone():

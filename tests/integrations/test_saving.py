@@ -6,9 +6,12 @@ import pytest
 import timm
 import torch
 import transformers
+from timm.utils import ModelEmaV3
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import oqc
+from oqc.config import Run, to_dict
 from oqc.integrations.folding import fold
 from oqc.integrations.injection import inject, specification
 from oqc.integrations.saving import load, save
@@ -73,11 +76,22 @@ def test_precision_is_kept(tmp_path):
     assert torch.equal(twin(X.bfloat16()), model(X.bfloat16()))
 
 
+@pytest.mark.parametrize(
+    "wrap", [torch.compile, nn.DataParallel, AveragedModel, ModelEmaV3, lambda model: torch.compile(ModelEmaV3(model))]
+)
 @torch.no_grad()
-def test_wrappers_are_taken_off(tmp_path):
+def test_wrappers_are_taken_off(tmp_path, wrap):
     model = vit()
-    save(torch.compile(model), tmp_path, arguments=ARGUMENTS)
+    save(wrap(model), tmp_path, arguments=ARGUMENTS)
     assert torch.equal(load(tmp_path)(X), model(X))
+
+
+def test_a_run_is_not_taken_for_a_transformers_model(tmp_path):
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_dict(Run())))
+    with pytest.raises(ValueError, match=r"is a run of oqc train; .*: oqc export '.*a run' --to safetensors --out"):
+        load(folder)
 
 
 @torch.no_grad()

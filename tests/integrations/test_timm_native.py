@@ -1,5 +1,7 @@
 """timm's own doors: mlp_layer, pretrained weights, and Deep-ViT in the registry."""
 
+import warnings
+
 import pytest
 import safetensors.torch
 import timm
@@ -36,10 +38,13 @@ def pretrained(path, **options):
 @torch.no_grad()
 def test_pretrained_weights_load_strictly(checkpoint, complement):
     plain, path = checkpoint
-    model = pretrained(path, mlp_layer=mlp_layer(complement, rank=8, init="identity"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = pretrained(path, mlp_layer=mlp_layer(complement, rank=8, init="identity"))
     assert isinstance(model.blocks[0].mlp, oqc.OQCFFN)
     assert torch.equal(model(X), plain(X))
-    paper = pretrained(path, mlp_layer=mlp_layer(complement, rank=8))
+    with pytest.warns(UserWarning, match=r'holds nothing of a complement.*init="identity"'):
+        paper = pretrained(path, mlp_layer=mlp_layer(complement, rank=8))
     assert not torch.allclose(paper(X), plain(X), atol=1e-6)
     assert torch.equal(paper.blocks[1].mlp.host.fc2.weight, plain.blocks[1].mlp.fc2.weight)
 

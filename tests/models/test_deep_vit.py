@@ -65,6 +65,15 @@ def test_flops_of_a_linear_part():
     assert one == 2 * tokens * (4 * width**2 + 2 * width * 1024) + 2 * 2 * tokens**2 * width
 
 
+@pytest.mark.parametrize("host", ["mlp", "afbo"])
+def test_flops_of_a_complement(host):
+    """What the report of an injection says of a token, in a block and without weights at hand."""
+    plain, other = (Model(depth=2, ffn=FFN(host=host, complement=c, rank=56)) for c in ("none", "lowrank"))
+    width, hidden, rank = 256, counting.DeepViT(other, device="meta").blocks[0].ffn.hidden_features, 56
+    token = 2 * (2 * width * rank + hidden * rank + rank * rank + rank * width)
+    assert counting.flops(other) - counting.flops(plain) == 2 * 64 * token
+
+
 @pytest.mark.parametrize("host", HOSTS)
 def test_host_weights_are_the_same_for_every_complement(host):
     plain = tiny(host=host).state_dict()

@@ -26,6 +26,7 @@ def to_onnx(model: nn.Module, path: str | Path, example: Tensor, *, size_step: i
     except ImportError:
         raise ValueError("ONNX export needs onnx and onnxscript; install with: pip install 'oqc[export]'") from None
     model, batch, shapes = _prepared(model, example, size_step)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with _quiet():
         if size_step is not None:
             _check_sizes(torch.export.export(model, (batch,), dynamic_shapes=(shapes,)), batch, size_step)
@@ -45,6 +46,7 @@ def to_onnx(model: nn.Module, path: str | Path, example: Tensor, *, size_step: i
 def to_torch_export(model: nn.Module, path: str | Path, example: Tensor, *, size_step: int | None = None) -> None:
     """Writes a `torch.export` program; `torch.export.load(path).module()` runs it."""
     model, batch, shapes = _prepared(model, example, size_step)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with _quiet():
         program = torch.export.export(model, (batch,), dynamic_shapes=(shapes,))
         if size_step is not None:
@@ -54,6 +56,8 @@ def to_torch_export(model: nn.Module, path: str | Path, example: Tensor, *, size
 
 def _prepared(model: nn.Module, example: Tensor, size_step: int | None) -> tuple[nn.Module, Tensor, dict[int, Any]]:
     """A frozen copy on the CPU, a batch of two (one would be taken for a constant), and what may vary."""
+    if not isinstance(example, Tensor):
+        raise ValueError(f"example must be a tensor of images, got {type(example).__name__}")
     model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
     batch = example.detach().cpu()[:1].repeat_interleave(2, 0)
     shapes: dict[int, Any] = {0: Dim("batch")}

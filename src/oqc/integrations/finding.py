@@ -71,7 +71,8 @@ def find(model: nn.Module) -> tuple[list[Found], list[Skipped]]:
                 found.append(Found(path=path, module=module, layout=layout, width=width, hidden=hidden))
                 inside = _within(path)
             else:
-                skipped.append(Skipped(path=path, reason=f"{type(module).__name__} computes something else"))
+                reason = f"{type(module).__name__} does more than a map up, an activation and a map down"
+                skipped.append(Skipped(path=path, reason=reason))
         elif _convolutional(module):
             skipped.append(Skipped(path=path, reason="its maps are convolutions"))
         elif (other := _other_linear(module)) is not None:

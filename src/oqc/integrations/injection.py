@@ -26,6 +26,7 @@ from oqc.nn.complements import INITS
 
 Blocks = str | slice | Iterable[int]
 SETTINGS = ("complement", "rank", "init", "gate_init", "eps", "backend")
+FROZEN = "_oqc_frozen"  # of a model: names of the parameters that `trainable` froze
 
 
 class Injected(nn.Module):
@@ -160,14 +161,29 @@ def remove(model: nn.Module) -> None:
             del module.config.oqc  # type: ignore[union-attr]
 
 
-def trainable(model: nn.Module, part: str = "complement") -> list[nn.Parameter]:
-    """Freezes everything but the complements (or, with "all", nothing); returns the parameters to train."""
+def trainable(
+    model: nn.Module, part: str = "complement", *, also: nn.Module | Iterable[nn.Module] = ()
+) -> list[nn.Parameter]:
+    """The parameters to train: freezes everything but the complements and the modules in `also`, such as a new head.
+
+    With "all" it thaws what it froze before; what the model or you froze, as fixed positions are, stays so.
+    """
     check_choice("part", part, ("complement", "all"))
-    branch = {id(p) for _, module in complements(model) for p in module.complement.parameters()}  # type: ignore[union-attr]
-    if not branch and part == "complement":
+    others = [also] if isinstance(also, nn.Module) else list(also)
+    if not all(isinstance(module, nn.Module) for module in others):
+        raise ValueError(f"also must be a module of the model or several, got {also!r}")
+    branches = [module.complement for _, module in complements(model)]
+    if not branches and part == "complement":
         raise ValueError(f"{type(model).__name__} has no complement to train; call oqc.inject(model) first")
-    for parameter in model.parameters():
-        parameter.requires_grad_(part == "all" or id(parameter) in branch)
+    kept = {id(parameter) for module in (*branches, *others) for parameter in module.parameters()}  # type: ignore[union-attr]
+    frozen: set[str] = vars(model).setdefault(FROZEN, set())
+    for name, parameter in model.named_parameters():
+        if part == "all" or id(parameter) in kept:
+            parameter.requires_grad_(parameter.requires_grad or name in frozen or id(parameter) in kept)
+            frozen.discard(name)
+        elif parameter.requires_grad:
+            parameter.requires_grad_(False)
+            frozen.add(name)
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -256,13 +272,14 @@ def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
     if isinstance(blocks, slice):
         chosen = found[blocks]
     elif isinstance(blocks, str):
-        check_choice("blocks", blocks, ("all",))
+        if blocks != "all":
+            raise ValueError(_blocks_are(blocks))
         chosen = found
     else:
         numbers = list(blocks) if isinstance(blocks, Iterable) else [None]
         for number in numbers:
             if not _is_whole(number):
-                raise ValueError(f'blocks must be "all", a slice or a list of whole numbers, got {blocks!r}')
+                raise ValueError(_blocks_are(blocks))
             if not -len(found) <= number < len(found):
                 raise ValueError(
                     f"blocks has {number}, but {kind} has {len(found)} feed-forward networks: 0 to {len(found) - 1}"
@@ -274,6 +291,10 @@ def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
             f"blocks {blocks!r} picks none of the {len(found)} feed-forward networks of {kind}: 0 to {len(found) - 1}"
         )
     return chosen
+
+
+def _blocks_are(given: object) -> str:
+    return f'blocks must be "all", a slice or a list of whole numbers, got {given!r}'
 
 
 def _nothing(kind: str, reasons: list[str]) -> str:

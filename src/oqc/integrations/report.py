@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ class Replaced:
     hidden: int
     parameters: int  # added
     flops: int  # added for one token, a multiply-add counted as two
+    flops_once: int  # added for a batch of any size: the products of weights, which a folded model has at hand
 
     @classmethod
     def of(cls, path: str, module: nn.Module, width: int, hidden: int) -> Replaced:
@@ -34,11 +36,12 @@ class Replaced:
             hidden=hidden,
             parameters=sum(p.numel() for p in branch.parameters()),
             flops=_token_flops(branch, width, hidden),
+            flops_once=2 * hidden * branch.rank * (width + (branch.rank if branch.kind.normalise else 0)),
         )
 
 
 def _token_flops(branch: Complement, width: int, hidden: int) -> int:
-    """Matrix products of the rank-space form that every token needs; those of weights alone are made once a batch."""
+    """Matrix products of the rank-space form that every token needs."""
     rank, kind = branch.rank, branch.kind
     maps = 0 if kind.shared else 2 * width * rank
     seen = hidden * rank if kind.space != "none" else 0  # P b, or O^T b
@@ -67,6 +70,11 @@ class Report:
         """Added for a token that passes every one of them."""
         return sum(one.flops for one in self.replaced)
 
+    @property
+    def flops_per_batch(self) -> int:
+        """Added once a batch, however large: M = W O and G = O^T O of every network."""
+        return sum(one.flops_once for one in self.replaced)
+
     def measured(self, model: nn.Module, example: Tensor) -> Report:
         """With FLOPs an image: each network's own, times the tokens that it sees of the example."""
         total = 0
@@ -89,16 +97,22 @@ class Report:
         return dataclasses.replace(self, flops_per_image=total // example.shape[0])
 
     def __str__(self) -> str:
+        count = len(self.replaced)
+        image = "" if self.flops_per_image is None else f"{self.flops_per_image:,} an image, "
         lines = [
-            f"{self.model}: {self.complement} complement, rank {self.rank}, in {len(self.replaced)} of"
-            f" {len(self.replaced) + self.left_out} feed-forward networks; {self.parameters:,} parameters and"
-            f" {self.flops_per_token:,} FLOPs a token added"
+            f"{self.model}: {self.complement} complement, rank {self.rank}, in {count} of {count + self.left_out}"
+            f" feed-forward networks; {self.parameters:,} parameters added",
+            f"  FLOPs added: {image}{self.flops_per_token:,} for a token that passes all of them,"
+            f" {self.flops_per_batch:,} once a batch",
         ]
-        if self.flops_per_image is not None:
-            lines[0] += f", {self.flops_per_image:,} FLOPs an image"
-        lines += [
-            f"  {one.path}: {one.kind}, {one.width} -> {one.hidden}, {one.parameters:,} parameters"
-            for one in self.replaced
-        ]
+        for (kind, width, hidden, parameters), some in itertools.groupby(self.replaced, _alike):
+            paths = [one.path for one in some]
+            place = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]} ({len(paths)})"
+            each = "" if len(paths) == 1 else " each"
+            lines.append(f"  {place}: {kind}, {width} -> {hidden}, {parameters:,} parameters{each}")
         lines += [f"  left alone: {one.path}, {one.reason}" for one in self.skipped]
         return "\n".join(lines)
+
+
+def _alike(one: Replaced) -> tuple[str, int, int, int]:
+    return one.kind, one.width, one.hidden, one.parameters

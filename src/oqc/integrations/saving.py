@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,11 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     """
     folder = Path(path)
     if not (folder / RECORD).exists():
+        if _is_run(folder / "config.json"):
+            raise ValueError(
+                f"{folder} is a run of oqc train; write its model to a folder for oqc.load with:"
+                f" oqc export {shlex.quote(str(folder))} --to safetensors --out FOLDER"
+            )
         if (folder / "config.json").exists():
             from oqc.integrations.transformers import from_pretrained
 
@@ -144,9 +150,24 @@ def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, st
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile's and DistributedDataParallel's wrappers."""
-    model = getattr(model, "_orig_mod", model)
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    """The model inside torch.compile's wrapper, and inside those that hold it as their one child `module`: parallel
+    ones, and averages of its weights."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and [name for name, _ in model.named_children()] == ["module"]:
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _is_run(config: Path) -> bool:
+    """Whether a file is the config of a run, and not that of a transformers model."""
+    try:
+        found = json.loads(config.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"model", "data", "train"} <= found.keys()
 
 
 def _read(path: Path) -> dict[str, Any]:

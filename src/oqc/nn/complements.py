@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -21,6 +22,10 @@ from oqc.config import COMPLEMENTS, check_choice
 from oqc.ops.reference import Map, Space
 
 INITS = ("paper", "identity")
+_KEPT = (
+    "the state dict holds nothing of a complement, which keeps the weights that it has, so the outputs are not those of"
+    ' the model that was saved: to fine-tune that one, start the complement with init="identity"'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,7 @@ class Complement(nn.Module):
     """The branch's parameters: u, v [D -> R], project P [H -> R], lift O [R -> H], none with a bias; and the gate.
 
     A state dict that holds nothing of the branch leaves it as it is, also with `strict=True`, so that a checkpoint of
-    the host alone loads; one that holds a part of it is an error as usual.
+    the host alone loads, with a warning where the branch adds something; one that holds a part of it is an error.
     """
 
     def __init__(
@@ -229,9 +234,17 @@ class Complement(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not any(name.startswith(prefix) for name in state_dict):
+            if not self._adds_nothing():
+                warnings.warn(_KEPT, stacklevel=2)
             self.gram = self.merged = None  # M = W O is of the old W
             state_dict.update(self.state_dict(prefix=prefix))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _adds_nothing(self) -> bool:
+        """Whether the host's output is the network's: at the identity start, or where weights are yet to come."""
+        if self.lift.weight.is_meta:
+            return True
+        return self.alpha is not None and not bool(self.alpha.detach().any())
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, rank={self.rank}, init={self.init!r}"

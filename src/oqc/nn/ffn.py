@@ -223,7 +223,8 @@ def mlp_layer(complement: str = "lowrank", rank: int = 56, **options: Any) -> Ca
 
     >>> timm.create_model("vit_small_patch16_224", mlp_layer=oqc.mlp_layer(complement="lowrank", rank=56))
 
-    `options` are OQCFFN's keyword arguments: `host`, `match`, `gate_init`, `init="identity"` for fine-tuning, ...
+    `options` are OQCFFN's keyword arguments: `host`, `match`, `gate_init`, ... To fine-tune pretrained weights give
+    `init="identity"`, which `inject` has by default and a network that is built does not.
     """
     size = max(1, rank) * options.get("groups", 1)
     OQCFFN(size, size, complement=complement, rank=rank, device="meta", **options)  # mistakes show here, not in timm

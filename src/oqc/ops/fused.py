@@ -41,13 +41,14 @@ Folded = tuple[Tensor, Tensor]  # S in the compute dtype, and in fp32
 def chosen(backend: str, x: Tensor, rank: int = 0) -> bool:
     """Whether the fused operators are to run for x: wanted, and of a rank and dtype their kernels have."""
     fits = rank == 0 or LEAST_RANK <= rank <= MOST_RANK
-    return fits and compute_dtype(x) in DTYPES and wanted(backend, x)
+    return fits and wanted(backend, x) and compute_dtype(x) in DTYPES
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, otherwise x's own."""
+    """Autocast's dtype where it is on, otherwise x's own (of a meta tensor, for which PyTorch has no autocast)."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    on = not x.is_meta and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else x.dtype
 
 
 def fold(
