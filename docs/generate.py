@@ -18,12 +18,12 @@ from oqc.experiments.claims import AFBO
 from oqc.experiments.comparison import Comparison, published_speed
 from oqc.experiments.published import difference, value
 from oqc.experiments.results import Page, results_page
-from oqc.experiments.sections import NOT_RUN, is_calibrated, title_of
+from oqc.experiments.sections import NOT_RUN, is_calibrated, missing, title_of
 from oqc.experiments.suites import RESULTS, SUITES
 from oqc.files import write_whole
-from oqc.report import Record, read_records, rows
+from oqc.report import Record, finished, read_records, rows
 from oqc.report.markdown import markdown_table, number, plural, signed, spread
-from oqc.report.provenance import machine_of
+from oqc.report.provenance import diverged_line, machine_of
 from oqc.report.statistics import Finding
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +58,7 @@ def readme_block(of: Comparison) -> str:
                 title_of(preset),
                 f"{value('table 1', preset, 'parameters_m').mean:.2f} M",
                 spread(paper.mean, paper.std),
-                spread(row["mean"], row["std"]) if row else NOT_RUN,
+                spread(row["mean"], row["std"]) if row else missing(preset, of.diverged),
                 signed(difference(paper, base)) if preset != AFBO else "",
                 findings.interval(gain) if gain else "",
                 number(published_speed(preset)),
@@ -78,6 +78,7 @@ def _lead(of: Comparison) -> str:
     return (
         f"{text}; ours over {many} on {machine(of.frozen)}, {how}. Gain is over AFBO+PR; speed is training throughput"
         " as a share of AFBO+PR's, with the kernels as they were when the runs were made."
+        + f" {diverged_line([*of.records, *of.diverged])}".rstrip()
     )
 
 
@@ -122,8 +123,8 @@ def with_receipts(presets: str, records: Sequence[Record]) -> str:
     def receipt(match: re.Match[str]) -> str:
         row = by_preset.get(match["name"])
         if row is None:
-            return f"{match['head']}Ours: {NOT_RUN}."
-        own = [record for record in records if record["preset"] == match["name"]]
+            return f"{match['head']}Ours: {missing(match['name'], records)}."
+        own = [record for record in finished(records) if record["preset"] == match["name"]]
         found = f"{spread(row['mean'], row['std'])} over {plural(row['seeds'], 'seed')}"
         if row["seconds"] is not None:
             found += f", {row['seconds']:.0f} s a run on {machine(own)}"

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from oqc.experiments.suites import SUITES
-from oqc.report import read_records
+from oqc.config import to_dict
+from oqc.experiments.suites import SUITES, plan
+from oqc.report import append_record, read_records
 from oqc.train import RunFolder
 
 TIMES = ("images_per_s", "seconds", "setup_seconds", "wall_seconds", "environment")
@@ -70,7 +71,7 @@ def test_what_is_there_is_not_run_again(whole):
     assert code == 0
     found = json.loads(out)
     assert [row["preset"] for row in found["rows"]] == list(SUITES["rank-sweep"])
-    assert (found["left"], found["failed"]) == ([], [])
+    assert (found["left"], found["diverged"]) == ([], [])
     assert "rank-sweep on digits: 11 runs, 11 done" in err
     assert "all in results/digits/runs.jsonl; the table: oqc report results/digits" in err
     assert (cwd / "results" / "digits" / "runs.jsonl").read_bytes() == before
@@ -140,6 +141,27 @@ def test_a_signal_ends_it_cleanly(number, whole_group, tmp_path):
     assert f"stopped by {signal.Signals(number).name}; 5 of 5 runs are left; the same command goes on" in err
     assert wait_for_no_process(mark)
     assert not (tmp_path / "runs.jsonl").exists()
+
+
+def test_runs_that_diverged_are_told_and_left_out(tmp_path):
+    jobs = plan("vit-tiny", 1, "digits", 2)
+    for one in jobs:
+        about = {"preset": one.preset, "seed": 0, "per_epoch": [], "environment": {}}
+        where = {"diverged": {"epoch": 2, "step": 5}}
+        append_record(tmp_path / "runs.jsonl", about | where | {"config": to_dict(one.run)})
+    code, out, err = run("vit-tiny", *DIGITS, "--results", ".", cwd=tmp_path)
+    assert code == 0
+    assert "vit-tiny on digits: 2 runs, 2 done" in out
+    assert "all in runs.jsonl" in out
+    named = "cifar100_vit_tiny (seed 0, in epoch 2), cifar100_vit_tiny_pr (seed 0, in epoch 2)"
+    assert err == (
+        f"2 of 2 runs diverged and are in no mean and no claim: {named}. To run one again, take its line out of"
+        " runs.jsonl\n"
+    )
+    code, out, _ = run("vit-tiny", *DIGITS, "--results", ".", "--json", cwd=tmp_path)
+    found = json.loads(out)
+    assert (found["rows"], found["left"]) == ([], [])
+    assert found["diverged"][0] == {"preset": "cifar100_vit_tiny", "seed": 0, "epoch": 2, "step": 5}
 
 
 def test_out_of_time(tmp_path):

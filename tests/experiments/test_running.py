@@ -16,12 +16,12 @@ from oqc.experiments.job import Built, Job, OutOfTime
 from oqc.experiments.running import train_jobs
 from oqc.experiments.suites import run_of
 from oqc.models import counting
-from oqc.report.records import FIELDS, rows, speed_of
+from oqc.report.records import FIELDS, append_record, read_records, rows, speed_of
 from oqc.train.step import room_for_compiled_models
 from oqc.train.stopping import StopRequest
 
 CPU = torch.device("cpu")
-TIMES = ("images_per_s", "images_per_s_alone", "seconds", "setup_seconds", "environment")
+TIMES = ("images_per_s", "images_per_s_alone", "seconds", "setup_seconds", "environment", "diverged")
 
 
 def job(preset, seed=0, **train):
@@ -34,7 +34,7 @@ JOBS = [job("cifar100_swiglu_lowrank_r56"), job("cifar100_vit_tiny"), job("cifar
 
 def without_times(record):
     """What must repeat; the step at which a divergence is noticed need not."""
-    return "diverged" if isinstance(record, str) else {k: v for k, v in record.items() if k not in TIMES}
+    return {k: v for k, v in record.items() if k not in TIMES}
 
 
 def in_turn(jobs, *, shared=False):
@@ -75,8 +75,38 @@ def test_mechanism_is_there_for_every_host(in_processes):
     assert missing == {"before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std"}
 
 
-def test_a_run_that_diverges_gives_its_reason(in_processes):
-    assert "non-finite" in in_processes["cifar100_mlp"]
+def test_a_run_that_diverges_is_recorded_as_such(in_processes, tmp_path):
+    record = in_processes["cifar100_mlp"]
+    assert record["diverged"]["epoch"] == 1
+    assert 1 <= record["diverged"]["step"] <= 10
+    assert from_dict(Run, record["config"]) == JOBS[2].run
+    assert record["environment"]["threads"] == 1
+    assert not {"best", "final", "images_per_s", "mechanism"} & record.keys()
+    append_record(tmp_path / "runs.jsonl", record)
+    assert read_records(tmp_path / "runs.jsonl") == [record]
+    assert rows([record]) == []
+
+
+def test_a_run_that_diverges_keeps_the_epochs_before(alone, monkeypatch):
+    """One that would go on for ten is stopped in its second."""
+    one = job("cifar100_mlp", epochs=10, nan_limit=1)
+
+    class Poisoned(Built):
+        def __init__(self, *args):
+            super().__init__(*args)
+            batches, sound = self.trainer.step.batches, self.trainer.step.batches.next
+
+            def next_(step):
+                x, *rest = sound(step)
+                return torch.where(step == self.trainer.per_epoch, torch.nan, x), *rest
+
+            batches.next = next_
+
+    monkeypatch.setattr(running, "Built", Poisoned)
+    [record] = in_turn([one]).values()
+    assert record["diverged"]["epoch"] == 2
+    assert [point["epoch"] for point in record["per_epoch"]] in ([1], [1, 2])  # as soon as the host looks
+    assert record["seconds"] > 0
 
 
 def test_in_turn_in_this_process_it_is_the_same(in_processes, monkeypatch):
@@ -138,7 +168,8 @@ def test_a_group_in_which_one_diverges_keeps_the_others(in_processes, alone, mon
     found = in_turn(JOBS[1:])
     for one, record in found.items():
         expected = without_times(in_processes[one.preset])
-        assert without_times(record) == (expected if isinstance(expected, str) else expected | {"at_once": 2})
+        assert without_times(record) == expected | {"at_once": 2}
+        assert ("diverged" in record) == (one == JOBS[2])
     assert builds.count(JOBS[1]) <= 2  # nothing is trained again: one to see how many fit, one to train
 
 

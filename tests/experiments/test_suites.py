@@ -163,16 +163,46 @@ def test_the_place_of_the_data_reaches_the_run_but_not_the_file(tmp_path, monkey
     assert not reproduce("vit-tiny", tmp_path / "out", seeds=1).left
 
 
-def test_a_run_that_fails_is_passed_over(tmp_path, monkeypatch):
+def diverged(job, seconds=1.0):
+    record = made_up(job, seconds) | {"diverged": {"epoch": 1, "step": 7}}
+    return {k: v for k, v in record.items() if k not in ("best", "final", "parameters", "images_per_s", "mechanism")}
+
+
+def test_a_run_that_diverged_is_recorded_and_not_run_again(runs, tmp_path, monkeypatch):
+    """A suite with such a run ends; how long it took says nothing of others."""
+    again, told = suites.train_jobs, []
+
+    class Listening(suites.Unwatched):
+        def end(self, job, found, left):
+            told.append(left)
+
     def train_jobs(todo, device, stop, **_):
-        yield todo[0], "diverged"
+        yield todo[0], diverged(todo[0], 500.0)
         yield todo[1], made_up(todo[1])
 
     monkeypatch.setattr(suites, "train_jobs", train_jobs)
-    found = reproduce("vit-tiny", tmp_path, seeds=1, **TINY)
-    assert [(job.preset, why) for job, why in found.failed.items()] == [("cifar100_vit_tiny", "diverged")]
-    assert [job.preset for job in found.left] == ["cifar100_vit_tiny"]
-    assert [r["preset"] for r in found.records] == ["cifar100_vit_tiny_pr"]
+    found = reproduce("vit-tiny", tmp_path, seeds=1, watch=Listening(), **TINY)
+    assert told == [None, 0]
+    assert not found.left
+    assert ["diverged" in record for record in found.records] == [True, False]
+    monkeypatch.setattr(suites, "train_jobs", again)
+    assert reproduce("vit-tiny", tmp_path, seeds=1, **TINY) == found
+    assert runs == []
+    path = tmp_path / "runs.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[1])  # its line is taken out: asked for again
+    reproduce("vit-tiny", tmp_path, seeds=1, **TINY)
+    assert runs == [("cifar100_vit_tiny", 0)]
+
+
+def test_runs_that_all_diverge_are_no_sign_of_too_short_a_time(tmp_path, monkeypatch):
+    def train_jobs(todo, device, stop, *, may_start, **_):
+        now = suites.time.monotonic()
+        yield todo[0], diverged(todo[0])
+        monkeypatch.setattr(suites.time, "monotonic", lambda: now + 120)
+        assert not may_start(todo[1])
+
+    monkeypatch.setattr(suites, "train_jobs", train_jobs)
+    assert len(reproduce("vit-tiny", tmp_path, seeds=1, minutes=1, **TINY).left) == 1
 
 
 def test_a_signal_between_runs_starts_no_other(runs, tmp_path):

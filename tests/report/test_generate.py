@@ -83,6 +83,25 @@ def test_documents_with_runs(root):
     assert generate.documents(root) == (page, files)
 
 
+def test_documents_name_runs_that_diverged(root):
+    path = root / "results" / "cifar100" / "runs.jsonl"
+    path.parent.mkdir(parents=True)
+    records = suite({}, presets=(AFBO, FULL))
+    lost = ("best", "final", "parameters", "images_per_s", "images_per_s_alone", "mechanism")
+    for number in (3, 4, 5, 6, 7):  # one seed of the first, all of the second
+        kept = {k: v for k, v in records[number].items() if k not in lost}
+        records[number] = kept | {"diverged": {"epoch": 9, "step": 800}}
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    _, files = generate.documents(root)
+    block = files["README.md"].partition("<!-- results -->\n")[2].partition("<!-- /results -->\n")[0]
+    assert f"5 of 8 runs diverged and are in no mean and no claim: {AFBO} (seed 3, in epoch 9)," in " ".join(
+        block.split()
+    )
+    assert "ours over 3 seeds" in block
+    assert "| 65.59 ± 0.22 | diverged |" in block
+    assert "Ours: diverged." in files[generate.PRESETS]
+
+
 def test_markers_must_be_there(root):
     (root / "README.md").write_text("no markers\n")
     with pytest.raises(ValueError, match="must have one line <!-- results -->"):

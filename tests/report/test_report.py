@@ -77,6 +77,8 @@ def test_nothing_is_left_of_a_file_that_could_not_be_put_in_place(tmp_path):
         ("nonsense\n", "line 1: not a JSON object"),
         ('{"preset": 1}\n', "line 1: the record has no seed, best"),
         ("[]\n", "line 1"),
+        ('{"diverged": {}}\n', "line 1: the record has no preset, seed, per_epoch, config, environment"),
+        (json.dumps(record(seed=1) | {"diverged": {"epoch": 1}}) + "\n", "line 1: diverged cannot be {'epoch': 1}"),
         ("\x00\xff\xfe\n", "line 1: not a JSON object"),
         (json.dumps(record(seed=1)) + "\n" + json.dumps(record()) + "\n", r"line 3: AFBO\+PR, seed 0 is in line 2"),
     ],

@@ -355,3 +355,40 @@ def test_speeds_of_two_versions_of_the_code_are_not_compared():
     assert comparison.compare(at("a", afbo, 100.0) + at("b", full, 300.0)).speed(FULL) is None
     mixed = at("a", afbo[:2], 100.0) + at("b", afbo[2:], 400.0) + at("b", full, 300.0)
     assert comparison.compare(mixed).speed(FULL) == pytest.approx(0.75)
+
+
+def without_end(record, epoch=3):
+    """The record as it would be had the run diverged."""
+    lost = ("best", "final", "parameters", "images_per_s", "images_per_s_alone", "mechanism", "setup_seconds")
+    return {k: v for k, v in record.items() if k not in lost} | {"diverged": {"epoch": epoch, "step": 200}}
+
+
+def test_runs_that_diverged_are_named_and_in_no_mean(page, records):
+    lost = next(record for record in records if (record["preset"], record["seed"]) == (FULL, 1))
+    rest = [record for record in records if record is not lost]
+    found = results_page([*rest, without_end(lost)])
+    told = f"1 of {len(records)} runs diverged and is in no mean and no claim: {FULL} (seed 1, in epoch 3).\n\n"
+    assert found.text.replace(told, "") == results_page(rest).text  # all the rest as if it were not there
+    assert found.text.index(told) < found.text.index("## What holds")
+    assert "diverged" not in page.text
+
+
+def test_a_model_of_which_every_run_diverged_is_not_called_not_run():
+    records = suite({}, presets=(AFBO, FULL), seeds=3)
+    found = comparison.compare([without_end(one) if one["preset"] == FULL else one for one in records])
+    text = results_page([*found.records, *found.diverged]).text
+    assert "| 65.59 ± 0.22 | diverged | – |" in text.partition("### Main table")[2].partition("###")[0]
+    assert found.findings[next(claim for claim in found.findings if claim.plus == (FULL,))].why == "not measured"
+    nothing = results_page([without_end(one) for one in records]).text
+    assert "6 of 6 runs diverged" in nothing
+    assert "Nothing is run yet" not in nothing
+
+
+def test_plain_pages_name_runs_that_diverged():
+    records = suite({}, presets=(AFBO, FULL), seeds=2)
+    for record in records:
+        record["config"]["data"] = {"name": "digits"}
+    page = results_page([*records[:3], without_end(records[3])])
+    assert f"1 of 4 runs diverged and is in no mean and no claim: {FULL} (seed 1, in epoch 3)." in page.text
+    assert page.figures == results_page(records[:3]).figures
+    assert results_page([without_end(record) for record in records]).figures == {}

@@ -18,7 +18,8 @@ from oqc.cli.demo import print_table
 from oqc.cli.train import AsJson, Device
 from oqc.experiments import suites
 from oqc.experiments.job import Job
-from oqc.report import Record, rows
+from oqc.report import Record, finished, rows
+from oqc.report.provenance import diverged_line
 from oqc.train import Progress, Silent, Status
 
 
@@ -60,10 +61,11 @@ def reproduce(
     path = folder / suites.RESULTS
     if as_json:
         typer.echo(json.dumps({"suite": suite, "results": str(path), **_outcome(found)}))
-    elif found.records:
+    elif finished(found.records):
         print_table(found.records)
-    for job, reason in found.failed.items():
-        typer.echo(f"{job}: {reason}", err=True)
+    diverged = diverged_line(found.records)
+    if diverged:
+        typer.echo(f"{diverged} To run one again, take its line out of {path}", err=True)
     total = len(found.left) + len(found.records)
     note = f"{len(found.left)} of {total} runs are left; the same command goes on from {path}"
     if found.signal is not None:
@@ -71,15 +73,17 @@ def reproduce(
         raise typer.Exit(128 + found.signal)
     what = "the table" if data == "digits" else "tables, claims and figures"
     shown.line(note if found.left else f"all in {path}; {what}: oqc report {folder}")
-    if found.failed:
-        raise typer.Exit(1)
 
 
 def _outcome(found: suites.Result) -> dict[str, object]:
     return {
         "rows": rows(found.records),
         "left": [{"preset": job.preset, "seed": job.seed} for job in found.left],
-        "failed": [{"preset": job.preset, "seed": job.seed, "reason": why} for job, why in found.failed.items()],
+        "diverged": [
+            {"preset": one["preset"], "seed": one["seed"], **one["diverged"]}
+            for one in found.records
+            if "diverged" in one
+        ],
     }
 
 
@@ -105,12 +109,12 @@ class _Shown:
     def run(self, job: Job) -> Progress:
         return _Epochs(self, job)
 
-    def end(self, job: Job, found: Record | str, left: float | None) -> None:
+    def end(self, job: Job, found: Record, left: float | None) -> None:
         self.done += 1
         self.bar.update(self.task, completed=self.done, text=_time(left))
         text = f"[{self.done}/{self.total}] {job}  "
-        if isinstance(found, str):
-            text += "failed"
+        if "diverged" in found:
+            text += f"diverged in epoch {found['diverged']['epoch']}"
         else:
             text += f"best {found['best']:.2f}  {found['images_per_s']:,.0f} images/s  {found['seconds']:.0f} s"
         self.line("  ".join(part for part in (text, _time(left)) if part))

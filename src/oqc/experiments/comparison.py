@@ -14,7 +14,7 @@ from oqc.experiments import published
 from oqc.experiments.claims import AFBO, CLAIMS, COMPLEMENTS
 from oqc.experiments.presets import PRESETS
 from oqc.experiments.suites import SUITES
-from oqc.report import Record, rows
+from oqc.report import Record, finished, rows
 from oqc.report.paper_figures import Point, Values
 from oqc.report.provenance import config_of, protocol_of
 from oqc.report.records import speed_of
@@ -28,11 +28,12 @@ SCHEDULES = frozenset(SUITES["calibration"]) - {AFBO}  # presets that differ fro
 class Comparison:
     """`frozen` are the records trained as the baseline was: they alone bear on claims, and all of them on the variance.
     `rows` is by preset, of these and of the calibration; `findings` by claim. `left_out` are the rest: runs of another
-    schedule, or of another model than their preset's."""
+    schedule, or of another model than their preset's. `diverged` are runs beside all of these."""
 
     records: Sequence[Record]
     frozen: Sequence[Record]
     left_out: Sequence[Record]
+    diverged: Sequence[Record]
     rows: dict[str, dict[str, Any]]
     findings: dict[Claim, Finding | Pending]
 
@@ -58,6 +59,8 @@ class Comparison:
 
 
 def compare(records: Sequence[Record]) -> Comparison:
+    diverged = [record for record in records if "diverged" in record]
+    records = finished(records)
     frozen = _frozen(records)
     of_protocol = set(map(id, frozen))
     kept = [id(record) in of_protocol or record["preset"] in SCHEDULES for record in records]
@@ -65,8 +68,9 @@ def compare(records: Sequence[Record]) -> Comparison:
         records,
         frozen,
         [record for record, told in zip(records, kept, strict=True) if not told],
+        diverged,
         {row["preset"]: row for row in rows(list(itertools.compress(records, kept)))},
-        dict(zip(CLAIMS, assess_all(CLAIMS, frozen), strict=True)),
+        dict(zip(CLAIMS, assess_all(CLAIMS, [*frozen, *diverged]), strict=True)),
     )
 
 

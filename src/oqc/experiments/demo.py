@@ -44,8 +44,8 @@ def run_demo(
     jobs = [_job(variant, seed, epochs) for variant in VARIANTS for seed in seeds]
     found: dict[Job, Record] = {}
     for job, record in train_jobs(jobs, torch.device("cpu"), StopRequest(), workers=workers):
-        if isinstance(record, str):
-            raise ValueError(f"{job}: {record}")
+        if "diverged" in record:
+            raise ValueError(f"{job}: diverged in epoch {record['diverged']['epoch']}")
         append_record(out / RESULTS, record)
         on_end(record)
         found[job] = record

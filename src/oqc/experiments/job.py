@@ -1,9 +1,10 @@
-"""One run and its record. A record is of a whole run, and holds no path and no name of the machine."""
+"""One run and its record. A record is of a run that ended or diverged, and holds no path and no name of the machine."""
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +35,7 @@ class Job:
         return f"{self.preset}, seed {self.seed}"
 
 
-Outcome = tuple[Job, Record | str]  # the record, or why there is none
+Outcome = tuple[Job, Record]
 
 
 class OutOfTime(RuntimeError):
@@ -85,23 +86,35 @@ class Built:
 
     def record(self, summary: Summary, *, at_once: int = 1) -> Record:
         """What is kept of a finished run; the environment comes later, it is the same for all."""
-        began, run = time.perf_counter(), self.job.run
+        began = time.perf_counter()
         found = self._mechanism()
         seconds = self.seconds + summary.prepare_seconds + time.perf_counter() - began
         return {
-            "preset": self.job.preset,
-            "seed": self.job.seed,
+            **self._about(summary.history, at_once),
             "best": summary.best,
             "final": summary.final,
             "parameters": summary.parameters,
             "images_per_s": summary.images_per_s,
-            "per_epoch": [{"epoch": row["epoch"], "test": row["test_accuracy"]} for row in summary.history],
             "mechanism": found,
-            "config": configs.to_dict(without_root(run)),
             "seconds": summary.seconds,
             "setup_seconds": seconds,
-            "at_once": at_once,
         } | ({} if self.alone is None else {"images_per_s_alone": self.alone})
+
+    def diverged(self, *, at_once: int = 1) -> Record:
+        """What is kept of a run that diverged, by its trainer, which was stopped where it is."""
+        done, trainer = self.trainer.done, self.trainer
+        where = {"epoch": -(-done // trainer.per_epoch), "step": done}
+        return {**self._about(trainer.history, at_once), "diverged": where, "seconds": trainer.seconds}
+
+    def _about(self, history: Sequence[Row], at_once: int) -> Record:
+        """What every record has."""
+        return {
+            "preset": self.job.preset,
+            "seed": self.job.seed,
+            "per_epoch": [{"epoch": row["epoch"], "test": row["test_accuracy"]} for row in history],
+            "config": configs.to_dict(without_root(self.job.run)),
+            "at_once": at_once,
+        }
 
     def _mechanism(self) -> dict[str, float | None]:
         trainer = self.trainer

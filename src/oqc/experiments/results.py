@@ -20,10 +20,17 @@ from oqc.experiments.sections import (
 )
 from oqc.experiments.suites import SUITES
 from oqc.files import write_whole
-from oqc.report import Record, paper_figures, rows, table
+from oqc.report import Record, finished, paper_figures, rows, table
 from oqc.report.figures import COLORS, accuracy_over_epochs
 from oqc.report.markdown import markdown_table, plural
-from oqc.report.provenance import config_of, environment_line, machine_of, protocol_of, training_line
+from oqc.report.provenance import (
+    config_of,
+    diverged_line,
+    environment_line,
+    machine_of,
+    protocol_of,
+    training_line,
+)
 from oqc.report.records import is_timed
 from oqc.report.statistics import Finding
 
@@ -97,6 +104,7 @@ def results_page(records: Sequence[Record]) -> Page:
         "# The paper's CIFAR-100 results, rerun\n",
         f"{MARK}\n",
         _how(of),
+        diverged_line(records),
         findings.summary(of),
         measured(of),
         findings.positive(of) + show.get("claims", ""),
@@ -111,7 +119,7 @@ def results_page(records: Sequence[Record]) -> Page:
         calibration_section(of),
         _provenance(of),
     ]
-    others = [record for record in records if not _is_of_suites(record)]
+    others = [record for record in finished(records) if not _is_of_suites(record)]
     if others:
         parts.append(f"## Other runs\n\n{markdown_table(*table(rows(others)))}")
     text = "\n".join(part.strip("\n") + "\n" for part in parts if part)
@@ -151,10 +159,13 @@ def _plain_page(records: Sequence[Record]) -> Page:
     small = f"{_SMALL}\n" if name == "digits" and any(record["preset"] in PRESETS for record in records) else ""
     order = {preset: place for place, preset in enumerate(PRESETS)}
     found = sorted(rows(records), key=lambda row: order.get(row["preset"], len(order)))
-    text = f"# Results: {name}\n\n{MARK}\n\n{_trained(records)}\n{small}{markdown_table(*table(found))}"
+    diverged = f"{line}\n\n" if (line := diverged_line(records)) else ""
+    text = f"# Results: {name}\n\n{MARK}\n\n{_trained(records)}\n{diverged}{small}{markdown_table(*table(found))}"
+    records = finished(records)
     presets = {record["preset"] for record in records}
     curves = {(record["preset"], len(record["per_epoch"])) for record in records}
-    if len(presets) > len(COLORS) or len(curves) > len(presets) or not all(epochs for _, epochs in curves):
+    few = 0 < len(presets) <= len(COLORS)
+    if not few or len(curves) > len(presets) or not all(epochs for _, epochs in curves):
         return Page(text, {})
     return Page(text + _shown("accuracy"), {f"{FIGURES}/accuracy.svg": accuracy_over_epochs(records)})
 
@@ -184,7 +195,7 @@ def _runs(records: Sequence[Record]) -> str:
 
 def _how(of: Comparison) -> str:
     if not of.records:
-        return "Nothing is run yet: `oqc reproduce all` and `make results` fill this page.\n"
+        return "" if of.diverged else "Nothing is run yet: `oqc reproduce all` and `make results` fill this page.\n"
     if {record["preset"] for record in of.records} <= set(SUITES["calibration"]) - {AFBO}:
         return "Only other schedules of the baseline are run yet ([calibration](#calibration)).\n"
     if protocol_of(config_of(of.frozen[0])) != protocol_of(PRESETS[AFBO]()):

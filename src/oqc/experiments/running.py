@@ -1,6 +1,6 @@
 """Many runs: one after another (or side by side) on a GPU, in processes of one thread each on a CPU.
 
-Both ways start a job when they have room for it and give it back with its record, or with the reason why there is none.
+Both ways start a job when they have room for it and give it back with its record.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def train_jobs(
         outcomes = _in_turn(jobs, todo, device, stop, lambda job: _limited(watch(job), job, limit(job)), shared)
     for job, found in outcomes:
         told = {"environment": place} | ({"shared_device": True} if shared else {})
-        yield job, found if isinstance(found, str) else found | told
+        yield job, found | told
 
 
 def _limited(progress: Progress, job: Job, seconds: float | None) -> Progress:
@@ -120,8 +120,9 @@ def _train(group: list[Built]) -> list[Outcome]:
         found: Sequence[Summary | Ended] = train_many([functools.partial(_trainer, one) for one in group], len(group))
     except Diverged as error:
         found = [error.outcomes[number] for number in range(len(group))]
+    many = len(group)
     return [
-        (one.job, one.record(end, at_once=len(group)) if isinstance(end, Summary) else str(end))
+        (one.job, one.record(end, at_once=many) if isinstance(end, Summary) else one.diverged(at_once=many))
         for one, end in zip(group, found, strict=True)
     ]
 
@@ -212,7 +213,7 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def _work(job: Job, seconds: float | None) -> Record | str:
+def _work(job: Job, seconds: float | None) -> Record:
     """One run in a worker. Signals are not caught, as `Trainer.fit` would: SIGTERM ends the process at once."""
     built = Built(job, torch.device("cpu"), _limited(Silent(), job, seconds))
     steps = built.trainer.run(StopRequest())
@@ -221,5 +222,5 @@ def _work(job: Job, seconds: float | None) -> Record | str:
             next(steps)
         except StopIteration as end:
             return built.record(end.value)
-        except Diverged as error:
-            return str(error)
+        except Diverged:
+            return built.diverged()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oqc.analysis import METRICS, SEPARATION
@@ -11,6 +12,7 @@ from oqc.experiments.comparison import Comparison, published_gain, published_mea
 from oqc.experiments.presets import PRESETS
 from oqc.experiments.published import value
 from oqc.experiments.suites import SUITES
+from oqc.report import Record
 from oqc.report.markdown import beside, markdown_table, number, plural, signed, spread
 from oqc.report.provenance import config_of
 
@@ -74,6 +76,11 @@ def title_of(preset: str) -> str:
     return (PRESETS[preset].__doc__ or preset).partition(":")[0]
 
 
+def missing(preset: str, records: Sequence[Record]) -> str:
+    """What stands in place of a preset's accuracy where no run of it finished."""
+    return "diverged" if any("diverged" in one for one in records if one["preset"] == preset) else NOT_RUN
+
+
 def measured(of: Comparison) -> str:
     """What the paper says of overlap and speed, which is no matter of seeds and has no verdict."""
     found = _overlap(of) + _faster(of)
@@ -121,7 +128,7 @@ def suite_section(of: Comparison, suite: Suite) -> str:
                 title_of(preset),
                 beside(number(row["parameters"] / 1e6) if row else "", number(size), " M"),
                 spread(paper.mean, paper.std) if paper else "",
-                spread(row["mean"], row["std"]) if row else NOT_RUN,
+                spread(row["mean"], row["std"]) if row else missing(preset, of.diverged),
                 number(row.get("final")),
                 str(row["seeds"]) if row else "",
                 signed(published_gain(suite.place, preset, base)) if preset != base else "",

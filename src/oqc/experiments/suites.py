@@ -24,7 +24,7 @@ from oqc.experiments.digits import on_digits
 from oqc.experiments.job import Job, OutOfTime, without_root
 from oqc.experiments.running import cpu_workers, train_jobs
 from oqc.files import check_folder
-from oqc.report import Record, append_record, read_records
+from oqc.report import Record, append_record, finished, read_records
 from oqc.report.records import is_timed
 from oqc.train import Progress, RunFolder, Silent, Stopped, find_device
 from oqc.train.stopping import stop_on_signals
@@ -101,7 +101,7 @@ class Watch(Protocol):
 
     def begin(self, done: int, total: int, left: float | None) -> None: ...
     def run(self, job: Job) -> Progress: ...
-    def end(self, job: Job, found: Record | str, left: float | None) -> None: ...
+    def end(self, job: Job, found: Record, left: float | None) -> None: ...
 
 
 class Unwatched:
@@ -109,16 +109,15 @@ class Unwatched:
     def run(self, job: Job) -> Progress:
         return Silent()
 
-    def end(self, job: Job, found: Record | str, left: float | None) -> None: ...
+    def end(self, job: Job, found: Record, left: float | None) -> None: ...
 
 
 @dataclass(frozen=True)
 class Result:
-    """`records` of the suite so far, in its order; `left` are the jobs without one, of which `failed` were tried."""
+    """`records` of the suite so far, in its order; `left` are the jobs without one."""
 
     records: list[Record]
     left: list[Job]
-    failed: dict[Job, str]
     signal: int | None  # that ended it
 
 
@@ -140,7 +139,8 @@ def reproduce(
 
     With `minutes` no run is started that would not end in time; before any is known, the first show it after their
     first epoch, and a time that is too short for one is an error. SIGINT and SIGTERM drop the runs under way. A run
-    that diverges is passed over. `shared`: other work uses the device, and the records say so.
+    that diverges is recorded as such and not run again: it would come to the same. `shared`: other work uses the
+    device, and the records say so.
     """
     began, watch, own = time.monotonic(), watch or Unwatched(), find_device(device)
     jobs = plan(suite, seeds, data, epochs)
@@ -158,7 +158,7 @@ def reproduce(
             _check_protocol(record, path, data, epochs)
         todo = [_with_root(job, data_dir) for job in jobs if (job.preset, job.seed) not in records]
         side_by_side = min(cpu_workers(workers), len(todo)) if own.type == "cpu" else None
-        clock, failed, signal = _Clock(list(records.values()), side_by_side), dict[Job, str](), None
+        clock, signal = _Clock(finished(records.values()), side_by_side), None
         if todo:
             _load(todo[0].run)
 
@@ -180,32 +180,29 @@ def reproduce(
         watch.begin(len(jobs) - len(todo), len(jobs), clock.left(todo))
         options: dict[str, Any] = {"workers": workers, "watch": watch.run, "shared": shared}
         outcomes = train_jobs(todo, own, stop, may_start=may_start, limit=unknown, **options)
-        told = began
+        told, ended = began, 0
         with contextlib.closing(outcomes):  # whatever happens here, no run goes on behind it
             try:
                 for job, found in outcomes if todo else ():
-                    if isinstance(found, str):
-                        failed[job] = found
-                    else:
-                        now = time.monotonic()
-                        found, told = found | {"wall_seconds": now - told}, now
-                        append_record(path, found)
-                        records[job.preset, job.seed] = found
-                        clock.add(found)
-                    missing = [one for one in todo if one not in failed and (one.preset, one.seed) not in records]
+                    now = time.monotonic()
+                    found, told = found | {"wall_seconds": now - told}, now
+                    append_record(path, found)
+                    records[job.preset, job.seed] = found
+                    ended += 1
+                    clock.add(found)
+                    missing = [one for one in todo if (one.preset, one.seed) not in records]
                     watch.end(job, found, clock.left(missing))
             except Stopped as end:
                 signal = end.signal
             except OutOfTime as end:
                 raise ValueError(f"--minutes {minutes:g} is too short for a run: {end}") from None
-        if minutes and refused and not clock.own and not failed and signal is None:  # 0 asks what is left
+        if minutes and refused and not ended and signal is None:  # 0 asks what is left
             needed = clock.expected(refused[0])
             why = "it was over before one could start" if needed is None else f"one takes about {needed:.0f} s here"
             raise ValueError(f"--minutes {minutes:g} is too short for a run: {why}")
     return Result(
         records=[records[job.preset, job.seed] for job in jobs if (job.preset, job.seed) in records],
         left=[job for job in jobs if (job.preset, job.seed) not in records],
-        failed=failed,
         signal=signal or stop.signal,
     )
 
@@ -260,7 +257,7 @@ class _Clock:
         self.began = time.monotonic()
 
     def add(self, record: Record) -> None:
-        self.own.append(record)
+        self.own += finished([record])
 
     def expected(self, job: Job) -> float | None:
         """Of one run, set-up included: the median of its preset, else of all; None where nothing is known."""

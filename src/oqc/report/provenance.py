@@ -59,6 +59,16 @@ def environment_line(records: Sequence[Record]) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def diverged_line(records: Sequence[Record]) -> str:
+    """Which of the runs diverged and what that means for the rest; nothing where none did."""
+    found = [record for record in records if "diverged" in record]
+    if not found:
+        return ""
+    named = ", ".join(f"{one['preset']} (seed {one['seed']}, in epoch {one['diverged']['epoch']})" for one in found)
+    are = "is" if len(found) == 1 else "are"
+    return f"{len(found)} of {plural(len(records), 'run')} diverged and {are} in no mean and no claim: {named}."
+
+
 def machine_of(record: Record) -> str:
     """The GPU's name, or CPU."""
     return record["environment"].get("gpu") or "CPU"

@@ -6,6 +6,9 @@ runs of a suite also have `seconds` (training and evaluation), `setup_seconds` (
 shared the device, `wall_seconds`, what the suite took since the record before (or its start), and on a GPU
 `images_per_s_alone`, of bare steps before the run, where nothing else used the device. `shared_device` says that other
 work used it meanwhile: the run's speed and seconds then stand in no table. `note` says what was done by hand.
+
+A run that diverged has `diverged`, the epoch and the step at which it was stopped, and no accuracy, size, speed or
+mechanism: it is counted and named, and stands in no mean.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "config": dict,
     "environment": dict,
 }
+DIVERGED = {"diverged": dict} | {n: FIELDS[n] for n in ("preset", "seed", "per_epoch", "config", "environment")}
 MECHANISM = (
     "before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std", "effective_rank", "participation_ratio",
     "separation_euclidean", "separation_cosine", "separation_cosine_centred", "separation_scatter",
@@ -65,10 +69,11 @@ def read_records(path: Path) -> list[Record]:
 
 def _fault(record: Any) -> str:
     """What keeps an object from being a record, or nothing."""
-    missing = [name for name in FIELDS if not isinstance(record, dict) or name not in record]
+    fields = _fields(record)
+    missing = [name for name in fields if not isinstance(record, dict) or name not in record]
     if missing:
         return f"the record has no {', '.join(missing)}"
-    for name, kind in FIELDS.items():
+    for name, kind in fields.items():
         value = record[name]
         if not isinstance(value, kind) or (isinstance(value, float) and not math.isfinite(value)):
             return f"{name} cannot be {value!r}"
@@ -77,10 +82,17 @@ def _fault(record: Any) -> str:
     for point in record["per_epoch"]:
         if not isinstance(point, dict) or not _are_numbers(point.get("epoch"), point.get("test")):
             return f"per_epoch cannot have {point!r}"
+    if fields is DIVERGED:
+        sound = _are_numbers(record["diverged"].get("epoch"), record["diverged"].get("step"))
+        return "" if sound else f"diverged cannot be {record['diverged']!r}"
     for name, value in record["mechanism"].items():
         if value is not None and not _are_numbers(value):
             return f"{name} of mechanism cannot be {value!r}"
     return ""
+
+
+def _fields(record: Any) -> dict[str, type | tuple[type, ...]]:
+    return DIVERGED if isinstance(record, dict) and "diverged" in record else FIELDS
 
 
 def _are_numbers(*values: Any) -> bool:
@@ -90,7 +102,7 @@ def _are_numbers(*values: Any) -> bool:
 def append_record(path: Path, record: Record) -> None:
     """Adds one record, on disk before this returns. A line that a kill cut short is dropped first; one that lacks no
     more than its end is kept."""
-    assert all(name in record for name in FIELDS)
+    assert all(name in record for name in _fields(record))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         file.seek(0)
@@ -110,10 +122,15 @@ def _is_whole(line: bytes) -> bool:
         return False
 
 
+def finished(records: Iterable[Record]) -> list[Record]:
+    """Those that did not diverge."""
+    return [record for record in records if "diverged" not in record]
+
+
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row a preset, in order of first appearance: mean and sample standard deviation over the seeds."""
+    """One row a preset, in order of first appearance: mean and sample standard deviation over its finished runs."""
     by_preset: dict[str, list[Record]] = {}
-    for record in records:
+    for record in finished(records):
         by_preset.setdefault(record["preset"], []).append(record)
     return [_row(preset, group) for preset, group in by_preset.items()]
 
