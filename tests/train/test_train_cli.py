@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,6 +77,32 @@ def test_train_evaluate_predict(npz: Path, tmp_path: Path) -> None:
     assert {one["class"] for one in rows[0]["top"]} == {"ant", "bee", "cat", "dog"}
     assert sum(one["probability"] for one in rows[0]["top"]) == pytest.approx(1)
     assert "bee" in oqc("predict", str(run), names[0]).output
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(npz: Path, tmp_path: Path) -> None:
+    run, image = tmp_path / "run", tmp_path / "one.png"
+    assert oqc("train", *options(npz, "--epochs", "3", "--out", str(run))).exit_code == 0
+    Image.fromarray(load(RunFolder(run).config().data).test.images[0, 0].numpy()).save(image)
+    newest, before = (run / "checkpoints" / f"step-{step:09d}.safetensors" for step in (24, 16))
+    for suffix in (".json", ".safetensors"):  # as where saving is more frequent than in so short a run
+        shutil.copy(newest.with_suffix(suffix), before.with_suffix(suffix))
+    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+    fault = f"checkpoint {newest} is damaged: its digest is not the one in {newest.stem}.json"
+    told = f"{fault}; going back to {before.stem}\n"
+    commands = {
+        "evaluate": ["--json"], "analyze": ["--json"], "predict": [str(image)], "export": ["--to", "safetensors"]
+    }  # fmt: skip
+    for name, more in commands.items():
+        ended = oqc(name, str(run), *more)
+        assert (ended.exit_code, ended.stderr) == (0, told), name
+        if more == ["--json"]:
+            assert json.loads(ended.stdout)["step"] == 16
+    assert "(last weights, step 16)" in oqc("evaluate", str(run)).stdout
+    with pytest.warns(UserWarning, match=re.escape(told.strip())):
+        load_weights(run)
+    before.write_bytes(b"")
+    ended = oqc("evaluate", str(run))
+    assert re.match(rf"checkpoint {newest} is damaged", str(ended.exception))
 
 
 def test_seeds_have_their_own_folders(npz: Path, tmp_path: Path) -> None:

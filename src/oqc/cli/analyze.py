@@ -52,17 +52,16 @@ def analyze(
         if not data_dir.exists():
             raise ValueError(f"--data-dir {data_dir} does not exist")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, root=str(data_dir)))
-    model = load_model(run, config, checkpoint, own)
+    model, step = load_model(run, config, checkpoint, own)
     dataset = load(config.data)
     folder.check_data(dataset)
     found = mechanism_on_test(model, dataset, config.train, own)
     if as_json:
-        about = {"run": str(run), "checkpoint": checkpoint, "images": len(dataset.test)}
+        about = {"run": str(run), "checkpoint": checkpoint, "step": step, "images": len(dataset.test)}
         typer.echo(json.dumps(about | {"mechanism": found}))
         return
-    table = Table(
-        "Metric", "Value", "", box=None, title=f"{run}, {checkpoint} weights, {len(dataset.test)} test images"
-    )
+    title = f"{run}, {checkpoint} weights, step {step}, {len(dataset.test)} test images"
+    table = Table("Metric", "Value", "", box=None, title=title)
     table.columns[1].justify = "right"
     for name, value in found.items():
         meaning = MEANING[name] + (" (set beside the paper's)" if name == SEPARATION else "")

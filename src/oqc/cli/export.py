@@ -10,12 +10,13 @@ import torch
 import typer
 
 from oqc import config as configs
+from oqc.cli.train import fill
 from oqc.files import check_folder, write_whole
 from oqc.integrations.export import to_onnx, to_torch_export
 from oqc.integrations.folding import fold as fold_model
 from oqc.integrations.saving import TENSORS, save
 from oqc.models import create_model
-from oqc.train import RunFolder, load_weights
+from oqc.train import RunFolder
 
 INPUT, FIELDS = "input.json", {"shape", "range", "mean", "std", "classes"}
 FILES = {"onnx": "model.onnx", "torch-export": "model.pt2", "safetensors": TENSORS}
@@ -39,7 +40,7 @@ def export(
         if one.exists() and not _is_ours(target / INPUT):
             raise ValueError(f"--out {target} has a {one.name} that oqc export did not write; name another folder")
     model = create_model(config.model, seed=config.train.seed)
-    model.load_state_dict(load_weights(run, checkpoint))
+    step = fill(model, run, checkpoint)
     model.eval()
     if fold:
         fold_model(model)
@@ -54,7 +55,8 @@ def export(
         to_onnx(model, path, torch.zeros(1, *shape))
     else:
         to_torch_export(model, path, torch.zeros(1, *shape))
-    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB, {checkpoint} weights{', folded' if fold else ''})")
+    which = f"{checkpoint} weights, step {step}{', folded' if fold else ''}"
+    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB, {which})")
 
 
 def _is_ours(path: Path) -> bool:

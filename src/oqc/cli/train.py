@@ -33,7 +33,7 @@ from oqc.train import (
     Summary,
     Trainer,
     find_device,
-    load_weights,
+    read_weights,
     train_many,
 )
 from oqc.train.distributed import joined
@@ -251,7 +251,7 @@ def evaluate(
     """Accuracy of a run's weights on a split of its data set."""
     configs.check_choice("split", split, ("test", "val"))
     config, own = RunFolder(run).config(), find_device(device)
-    model = load_model(run, config, checkpoint, own)
+    model, step = load_model(run, config, checkpoint, own)
     dataset = load(config.data)
     RunFolder(run).check_data(dataset)
     part = dataset.test if split == "test" else dataset.val
@@ -262,10 +262,10 @@ def evaluate(
     with numerics(tf32=train.tf32, deterministic=train.deterministic):
         accuracy = evaluator.start().item()
     if as_json:
-        found = {"run": str(run), "split": split, "checkpoint": checkpoint, "images": len(part), "accuracy": accuracy}
-        typer.echo(json.dumps(found))
+        about = {"run": str(run), "split": split, "checkpoint": checkpoint, "step": step}
+        typer.echo(json.dumps(about | {"images": len(part), "accuracy": accuracy}))
     else:
-        typer.echo(f"{accuracy:.2f}% of {len(part)} {split} images ({checkpoint} weights)")
+        typer.echo(f"{accuracy:.2f}% of {len(part)} {split} images ({checkpoint} weights, step {step})")
 
 
 def predict(
@@ -280,7 +280,7 @@ def predict(
     config, data = folder.config(), folder.read("environment.json").get("data")
     if data is None:
         raise ValueError(f"{run} does not say which data it was trained on: its environment.json has no data")
-    model = load_model(run, config, checkpoint, own)
+    model, _ = load_model(run, config, checkpoint, own)
     dtype = DTYPES[config.train.precision]
     pixels = torch.stack([_read_image(path, config.model) for path in images]).to(own, dtype)
     mean, std = (torch.tensor(data[name], device=own, dtype=dtype)[:, None, None] for name in ("mean", "std"))
@@ -295,11 +295,20 @@ def predict(
             typer.echo("\n".join([str(path), *(f"  {100 * one['probability']:6.2f}%  {one['class']}" for one in top)]))
 
 
-def load_model(run: Path, config: Run, checkpoint: str, device: torch.device) -> torch.nn.Module:
-    """The model of a run's checkpoint, on the device and ready to evaluate."""
+def load_model(run: Path, config: Run, checkpoint: str, device: torch.device) -> tuple[torch.nn.Module, int]:
+    """The model of a run's checkpoint, on the device and ready to evaluate, and the step of its weights."""
     model = create_model(config.model, seed=config.train.seed, backend=config.train.backend)
-    model.load_state_dict(load_weights(run, checkpoint))
-    return model.to(device, DTYPES[config.train.precision]).eval()
+    step = fill(model, run, checkpoint)
+    return model.to(device, DTYPES[config.train.precision]).eval(), step
+
+
+def fill(model: torch.nn.Module, run: Path, checkpoint: str) -> int:
+    """Puts a checkpoint's weights into the model, tells of damaged ones passed over, and gives the step they are of."""
+    weights, step, warned = read_weights(run, checkpoint)
+    for text in warned:
+        typer.echo(text, err=True)
+    model.load_state_dict(weights)
+    return step
 
 
 def _read_image(path: Path, model: Model) -> torch.Tensor:

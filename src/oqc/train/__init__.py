@@ -5,7 +5,7 @@ from oqc.train.evaluation import Evaluator
 from oqc.train.folder import Row, RunFolder
 from oqc.train.many import replay_rate, train_many
 from oqc.train.progress import Display, Progress, Silent, Status
-from oqc.train.recorder import load_weights
+from oqc.train.recorder import load_weights, read_weights
 from oqc.train.stopping import Diverged, Stopped
 from oqc.train.summary import Summary
 from oqc.train.trainer import Trainer
@@ -24,6 +24,7 @@ __all__ = [
     "Trainer",
     "find_device",
     "load_weights",
+    "read_weights",
     "replay_rate",
     "train_many",
 ]

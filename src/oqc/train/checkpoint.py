@@ -66,12 +66,13 @@ def names(folder: Path, kind: str) -> list[str]:
     return sorted((match[0] for match in found if match and match[1] == kind), reverse=True)
 
 
-def read_newest(folder: Path) -> tuple[dict[str, Tensor], Record, list[str]] | None:
-    """The newest whole checkpoint and a warning for each damaged one passed over; None where there is none at all."""
+def read_newest(folder: Path, kind: str = "step") -> tuple[str, dict[str, Tensor], Record, list[str]] | None:
+    """The newest whole checkpoint of a kind, its name first, and a warning for each damaged one passed over; None where
+    there is none at all."""
     damaged: list[str] = []
-    for name in names(folder, "step"):
+    for name in names(folder, kind):
         try:
-            return *read(folder, name), [f"{text}; going back to the one before" for text in damaged]
+            return name, *read(folder, name), [f"{text}; going back to {name}" for text in damaged]
         except Damaged as error:
             damaged.append(str(error))
     if damaged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,11 @@ def load(folder: RunFolder, config: Run) -> tuple[dict[str, Tensor], Row, list[s
     if folder.finished:
         raise ValueError(f"{folder.path} holds a finished run; there is nothing to resume")
     found = checkpoint.read_newest(folder.checkpoints)
-    if found is not None:
-        _check_config(folder, configs.from_dict(Run, found[1]["config"]), config)
-    return found
+    if found is None:
+        return None
+    _, tensors, record, warned = found
+    _check_config(folder, configs.from_dict(Run, record["config"]), config)
+    return tensors, record, warned
 
 
 def _check_config(folder: RunFolder, trained: Run, config: Run) -> None:
@@ -107,17 +110,27 @@ def _check_config(folder: RunFolder, trained: Run, config: Run) -> None:
 
 
 def load_weights(folder: str | Path, which: str = "last") -> dict[str, Tensor]:
-    """Weights of a run as it was evaluated: the `last`, or the `best` by validation (without one: test) accuracy."""
+    """Weights of a run as it was evaluated: the `last`, or the `best` by validation (without one: test) accuracy. Of a
+    damaged checkpoint it warns, and takes the one before."""
+    weights, _, warned = read_weights(folder, which)
+    for text in warned:
+        warnings.warn(text, stacklevel=2)
+    return weights
+
+
+def read_weights(folder: str | Path, which: str = "last") -> tuple[dict[str, Tensor], int, list[str]]:
+    """What `load_weights` gives, the step that they are of, and its warnings."""
     run = RunFolder(folder)
     configs.check_choice("checkpoint", which, ("last", "best"))
     run.config()
-    names = checkpoint.names(run.checkpoints, "step" if which == "last" else "best")
-    if not names:
+    found = checkpoint.read_newest(run.checkpoints, "step" if which == "last" else "best")
+    if found is None:
         raise ValueError(f"{run.path} has no checkpoint of kind {which}")
-    tensors, _ = checkpoint.read(run.checkpoints, names[0])
+    name, tensors, _, warned = found
     prefix = "model."
     weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    return {name: tensors.get(f"ema.{name}", value) for name, value in weights.items()}
+    weights = {name: tensors.get(f"ema.{name}", value) for name, value in weights.items()}
+    return weights, int(name.partition("-")[2]), warned
 
 
 def need_tensorboard() -> None:
