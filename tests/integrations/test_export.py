@@ -171,6 +171,23 @@ def test_command_refuses(run, tmp_path):
         export(run[0], to="onnx", checkpoint="best")
 
 
+def test_exports_of_a_run_go_with_it(run):
+    folder = RunFolder(run[0])
+    for to in ("onnx", "torch-export", "safetensors"):
+        export(folder.path, to=to)
+    (folder.exported / "model.onnx.data").write_text("mine")
+    (folder.path / "mine").mkdir()
+    export(folder.path, to="safetensors", out=folder.path / "mine")
+    folder.create(folder.config(), {}, overwrite=True)
+    assert [path.name for path in folder.exported.iterdir()] == ["model.onnx.data"]
+    assert (folder.path / "mine" / "model.safetensors").exists()  # nobody takes that for the run's
+    (folder.exported / "model.onnx.data").unlink()
+    for name in ("model.onnx", "input.json"):
+        (folder.exported / name).write_text('{"written by": "me"}')
+    folder.create(folder.config(), {}, overwrite=True)
+    assert len(list(folder.exported.iterdir())) == 2
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "input.json"])
 def test_command_leaves_files_of_others(run, tmp_path, name):
     mine = tmp_path / "mine"

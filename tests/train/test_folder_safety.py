@@ -101,7 +101,7 @@ def test_a_kill_while_a_run_begins_leaves_a_folder_to_begin_in(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", counted(Path.unlink))
         patch.setattr("os.replace", counted(os.replace))
-        patch.setattr("shutil.rmtree", counted(shutil.rmtree))
+        patch.setattr(Path, "rmdir", counted(Path.rmdir))
         with pytest.raises(Killed):
             trainer.fit()
     folder = RunFolder(tmp_path / "run")
@@ -110,6 +110,27 @@ def test_a_kill_while_a_run_begins_leaves_a_folder_to_begin_in(
         if not folder.finished:
             assert tiny_trainer(folder=folder.path, resume=True).done in (0, 32)
     assert tiny_trainer(folder=folder.path, overwrite=(folder.path / "config.json").exists()).fit().steps == 32
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_run_that_is_replaced_leaves_no_checkpoint_and_every_file_of_others(tmp_path: Path, linked: bool) -> None:
+    folder = RunFolder(tmp_path / "run")
+    if linked:  # as to a larger disk
+        (tmp_path / "disk").mkdir()
+        folder.path.mkdir()
+        tiny_trainer(folder=tmp_path / "run").fit()
+        shutil.rmtree(folder.checkpoints)
+        folder.checkpoints.symlink_to(tmp_path / "disk")
+        tiny_trainer(folder=folder.path, overwrite=True).fit()
+    else:
+        tiny_trainer(folder=folder.path).fit()
+    mine = ("notes.txt", "step-000000032.safetensors.bak", "best.json")
+    for name in mine:
+        (folder.checkpoints / name).write_text("mine")
+    assert tiny_trainer(tiny_config(epochs=1), folder.path, overwrite=True).fit().steps == 8
+    kept = {path.stem for path in folder.checkpoints.iterdir() if path.name not in mine}
+    assert kept == {"step-000000008", "best-000000008"}
+    assert all((folder.checkpoints / name).read_text() == "mine" for name in mine)
 
 
 def test_files_of_others_are_not_taken_for_a_beginning(tmp_path: Path) -> None:

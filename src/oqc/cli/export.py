@@ -14,30 +14,28 @@ from oqc.cli.train import fill
 from oqc.files import check_folder, write_whole
 from oqc.integrations.export import to_onnx, to_torch_export
 from oqc.integrations.folding import fold as fold_model
-from oqc.integrations.saving import TENSORS, save
+from oqc.integrations.saving import save
 from oqc.models import create_model
 from oqc.train import RunFolder
-
-INPUT, FIELDS = "input.json", {"shape", "range", "mean", "std", "classes"}
-FILES = {"onnx": "model.onnx", "torch-export": "model.pt2", "safetensors": TENSORS}
+from oqc.train.folder import EXPORTS, INPUT, is_export
 
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    to: Annotated[str, typer.Option(help=", ".join(FILES))] = "onnx",
+    to: Annotated[str, typer.Option(help=", ".join(EXPORTS))] = "onnx",
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: export in the run's folder.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Weights to use: last or best.")] = "last",
     fold: Annotated[bool, typer.Option("--fold", help="Merge what inference need not compute each time.")] = False,
 ) -> None:
     """Write a run's model for use elsewhere, with what its input must be in input.json."""
-    configs.check_choice("--to", to, FILES)
+    configs.check_choice("--to", to, EXPORTS)
     folder = RunFolder(run)
     config = folder.config()
-    target = out or folder.path / "export"
-    path = target / FILES[to]
+    target = out or folder.exported
+    path = target / EXPORTS[to]
     check_folder("--out", target)
     for one in (path, target / INPUT):
-        if one.exists() and not _is_ours(target / INPUT):
+        if one.exists() and not is_export(target):
             raise ValueError(f"--out {target} has a {one.name} that oqc export did not write; name another folder")
     model = create_model(config.model, seed=config.train.seed)
     step = fill(model, run, checkpoint)
@@ -57,12 +55,3 @@ def export(
         to_torch_export(model, path, torch.zeros(1, *shape))
     which = f"{checkpoint} weights, step {step}{', folded' if fold else ''}"
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB, {which})")
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether this is the input.json of an earlier export."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and found.keys() == FIELDS

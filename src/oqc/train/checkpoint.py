@@ -6,6 +6,7 @@ so a checkpoint whose JSON is there is whole unless the disk damaged it, which t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -21,6 +22,7 @@ from oqc.files import write_whole
 
 KEPT = 2  # of the newest, beside the best
 _NAME = re.compile(r"(step|best)-(\d{9})")
+_FILE = re.compile(rf"(?P<name>{_NAME.pattern})\.(json|safetensors)(?P<partial>\.[0-9a-f]{{8}}\.tmp)?")
 
 Record = dict[str, Any]
 
@@ -83,10 +85,23 @@ def read_newest(folder: Path, kind: str = "step") -> tuple[str, dict[str, Tensor
 def prune(folder: Path) -> None:
     """Removes all but the newest two, the best, and whatever is not ours; JSON first, so that none is left half."""
     keep = {*names(folder, "step")[:KEPT], *names(folder, "best")[:1]}
-    for path in sorted(folder.iterdir()):
-        name = path.name.split(".")[0]
-        if _NAME.fullmatch(name) and (name not in keep or path.suffix == ".tmp"):
+    for path, found in _files(folder):
+        if found["name"] not in keep or found["partial"]:
             path.unlink()
+
+
+def clear(folder: Path) -> None:
+    """Removes every checkpoint, and the folder where it holds nothing else."""
+    for path, _ in _files(folder):
+        path.unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
+    """The files that are ours, in the order in which they may go."""
+    found = ((path, _FILE.fullmatch(path.name)) for path in sorted(folder.glob("*")))
+    return [(path, match) for path, match in found if match]
 
 
 def drop_best(folder: Path, steps: set[int]) -> None:

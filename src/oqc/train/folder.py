@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,22 @@ from oqc import config as configs
 from oqc.config import Run
 from oqc.data import Dataset
 from oqc.files import check_folder, write_whole
+from oqc.train import checkpoint
 
 Row = dict[str, Any]
 _PARTIAL = re.compile(r"(config|environment|summary)\.json\.[0-9a-f]{8}\.tmp|metrics\.jsonl\.[0-9a-f]{8}\.tmp")
+INPUT = "input.json"  # what an export is known by
+EXPORTS = {"onnx": "model.onnx", "torch-export": "model.pt2", "safetensors": "model.safetensors"}  # `oqc export --to`
 
 
 class RunFolder:
-    """`config.json`, `environment.json`, `metrics.jsonl`, `summary.json` and `checkpoints/` under one path."""
+    """`config.json`, `environment.json`, `metrics.jsonl`, `summary.json`, `checkpoints/` under one path, and `export/`
+    where `oqc export` was asked for it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
+        self.exported = self.path / "export"
 
     @property
     def finished(self) -> bool:
@@ -42,12 +46,13 @@ class RunFolder:
             raise ValueError(f"{self.path} is not empty and holds no run; choose another folder")
 
     def create(self, config: Run, environment: dict[str, Any], *, overwrite: bool = False) -> None:
-        """Starts a new run here, in place of an old one where that is allowed. An old one is unfinished first, and its
-        config.json, by which a run is known, is replaced last: a kill in between leaves a run, or what `check` takes
-        for none."""
+        """Starts a new run here, in place of an old one where that is allowed, of which nothing stays but what was not
+        written by us. An old one is unfinished first, and its config.json, by which a run is known, is replaced last: a
+        kill in between leaves a run, or what `check` takes for none."""
         self.check(overwrite=overwrite)
         (self.path / "summary.json").unlink(missing_ok=True)
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        checkpoint.clear(self.checkpoints)
+        _drop_export(self.exported)
         (self.path / "metrics.jsonl").unlink(missing_ok=True)
         for path in (*self.path.glob("events.out.tfevents.*"), *filter(_is_partial, self.path.glob("*.tmp"))):
             path.unlink()
@@ -63,7 +68,7 @@ class RunFolder:
                 f" {str(then)[:12]} then"
             )
 
-    @contextmanager
+    @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Keeps other processes from training here meanwhile; the system lets go when this one ends."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -110,6 +115,24 @@ class RunFolder:
     def rewrite_metrics(self, rows: list[Row]) -> None:
         """Takes the metrics back to a checkpoint's point."""
         write_whole(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def is_export(folder: Path) -> bool:
+    """Whether `oqc export` wrote here."""
+    try:
+        found = json.loads((folder / INPUT).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.keys() == {"shape", "range", "mean", "std", "classes"}
+
+
+def _drop_export(folder: Path) -> None:
+    """Removes an export, its mark last, and the folder where it holds nothing else."""
+    if is_export(folder):
+        for name in (*EXPORTS.values(), "oqc.json", INPUT):
+            (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _is_beginning(paths: list[Path]) -> bool:
