@@ -1,16 +1,45 @@
 """The command line as a user meets it, in a process of its own."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import oqc
+import oqc_start
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(*args, cwd=None):
     return subprocess.run([sys.executable, "-m", "oqc", *args], capture_output=True, text=True, cwd=cwd)
+
+
+def test_ctrl_c_before_pytorch_is_there_ends_it_quietly(tmp_path):
+    """The command as pip installs it, with a PyTorch whose import takes a minute."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    module, name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["oqc"].split(":")
+    command = [sys.executable, "-c", f"import sys; from {module} import {name}; sys.exit({name}())", "models"]
+    paths = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": paths}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=10), process.returncode) == (("", ""), 130)
+
+
+def test_ctrl_c_is_as_before_once_the_command_runs(monkeypatch):
+    before, seen = signal.getsignal(signal.SIGINT), []
+    monkeypatch.setattr("oqc.cli.main", lambda: seen.append(signal.getsignal(signal.SIGINT)))
+    oqc_start.main()
+    assert seen == [before]
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_version():

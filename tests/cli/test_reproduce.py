@@ -120,9 +120,11 @@ def environ(path):
 
 
 @pytest.mark.parametrize(
-    ("number", "whole_group"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGTERM, False)]
+    ("number", "whole_group", "seconds"),
+    [(signal.SIGTERM, True, 5), (signal.SIGINT, True, 5), (signal.SIGINT, True, 0.7), (signal.SIGTERM, False, 5)],
 )
-def test_a_signal_ends_it_cleanly(number, whole_group, tmp_path):
+def test_a_signal_ends_it_cleanly(number, whole_group, seconds, tmp_path):
+    """Some seconds into the first runs, and while their processes still import PyTorch."""
     mark = f"stopped-{tmp_path}"
     process = start(
         "table1", "--data", "digits", "--epochs", "500", "--seeds", "1", "--results", ".", cwd=tmp_path,
@@ -130,7 +132,7 @@ def test_a_signal_ends_it_cleanly(number, whole_group, tmp_path):
     )  # fmt: skip
     line = process.stdout.readline()
     assert line == "table1 on digits: 5 runs, 0 done\n"
-    time.sleep(5)  # some seconds into the first runs
+    time.sleep(seconds)
     if whole_group:  # as a terminal or a scheduler does
         os.killpg(process.pid, number)
     else:

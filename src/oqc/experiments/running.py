@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -138,7 +139,8 @@ def _compiling_ahead(todo: Sequence[Job], device: torch.device) -> Iterator[Call
     later = list({job.run.model: job for job in todo}.values())[1:]
     process = multiprocessing.get_context("spawn").Process(target=_compile, args=(later, device))
     if later:
-        process.start()
+        with _unheard():
+            process.start()
     try:
         yield process.is_alive if later else lambda: False
     finally:
@@ -175,7 +177,8 @@ def _in_processes(
         try:
             while stop.signal is None:
                 for job in itertools.islice(jobs, 0 if late else workers - len(under_way)):
-                    under_way[pool.submit(_work, job, limit(job))] = job
+                    with _unheard():
+                        under_way[pool.submit(_work, job, limit(job))] = job
                 if not under_way:
                     if late is not None and not any_ended:
                         raise late
@@ -197,6 +200,20 @@ def _in_processes(
             if under_way:  # whoever ends this early does not wait for runs that nobody will hear of
                 for child in set(multiprocessing.active_children()) - others:
                     child.terminate()
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """A process that is started here does not hear Ctrl-C while it imports; one that comes meanwhile is heard after."""
+    if not hasattr(signal, "pthread_sigmask"):  # not a POSIX system
+        yield
+        return
+    resource_tracker.ensure_running()  # which would lift the mask when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker() -> None:
