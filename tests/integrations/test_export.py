@@ -11,7 +11,7 @@ from torch import nn
 
 import oqc
 from oqc.cli.export import export
-from oqc.config import FFN, Data, Model, Run, Train
+from oqc.config import FFN, Data, Model, Run, Train, to_dict
 from oqc.integrations.export import to_onnx, to_torch_export
 from oqc.integrations.folding import fold
 from oqc.integrations.injection import inject
@@ -137,7 +137,7 @@ def run(tmp_path):
     folder.create(config, environment)
     folder.checkpoints.mkdir()
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
-    checkpoint.write(folder.checkpoints, "step-000000001", weights, {})
+    checkpoint.write(folder.checkpoints, "step-000000001", weights, {"config": to_dict(config)})
     return folder.path, model
 
 
@@ -178,7 +178,7 @@ def test_exports_of_a_run_go_with_it(run):
     (folder.exported / "model.onnx.data").write_text("mine")
     (folder.path / "mine").mkdir()
     export(folder.path, to="safetensors", out=folder.path / "mine")
-    folder.create(folder.config(), {}, overwrite=True)
+    folder.create(folder.config(), folder.read("environment.json"), overwrite=True)
     assert [path.name for path in folder.exported.iterdir()] == ["model.onnx.data"]
     assert (folder.path / "mine" / "model.safetensors").exists()  # nobody takes that for the run's
     (folder.exported / "model.onnx.data").unlink()

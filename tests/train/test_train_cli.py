@@ -105,6 +105,31 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(npz: Path, tmp_pa
     assert re.match(rf"checkpoint {newest} is damaged", str(ended.exception))
 
 
+def test_a_run_folder_changed_by_hand_is_refused_in_one_line(npz: Path, tmp_path: Path) -> None:
+    """Whether the weights would still fit, as into another kind of gate, or not."""
+    run = tmp_path / "run"
+    train = options(npz, "--epochs", "1", "--out", str(run), "--complement", "lowrank")
+    assert oqc("train", *train).exit_code == 0
+    path = run / "config.json"
+    config = path.read_text()
+    commands = (["evaluate"], ["analyze"], ["predict", str(npz)], ["export", "--to", "safetensors"])
+    for field, then, now in (("complement", '"lowrank"', '"shared"'), ("width", "8", "16")):
+        path.write_text(config.replace(f'"{field}": {then}', f'"{field}": {now}'))
+        message = (
+            f"{path} has .*{field} {now.strip(chr(34))}, but the run was trained with {then.strip(chr(34))} so far"
+        )
+        for name, *more in commands:
+            assert re.match(message, str(oqc(name, str(run), *more).exception)), name
+    path.write_text(config)
+    for environment in ("[]", '{"data": []}', '{"data": {"mean": 0.5}}'):
+        (run / "environment.json").write_text(environment)
+        for name, *more in commands:
+            ended = oqc(name, str(run), *more)
+            assert re.search(r"environment\.json does not tell the data of the run: .*classes", str(ended.exception)), (
+                name
+            )
+
+
 def test_seeds_have_their_own_folders(npz: Path, tmp_path: Path) -> None:
     out = tmp_path / "runs"
     ended = oqc("train", *options(npz, "--epochs", "1", "--out", str(out), "--seeds", "0,3", "--at-once", "2"))

@@ -30,7 +30,7 @@ def export(
     """Write a run's model for use elsewhere, with what its input must be in input.json."""
     configs.check_choice("--to", to, EXPORTS)
     folder = RunFolder(run)
-    config = folder.config()
+    config, data = folder.config(), folder.data()
     target = out or folder.exported
     path = target / EXPORTS[to]
     check_folder("--out", target)
@@ -44,8 +44,7 @@ def export(
         fold_model(model)
     target.mkdir(parents=True, exist_ok=True)
     shape = (config.model.channels, config.model.image_size, config.model.image_size)
-    data = folder.read("environment.json").get("data", {})
-    wanted = {"shape": shape, "range": [0, 1], **{name: data.get(name) for name in ("mean", "std", "classes")}}
+    wanted = {"shape": shape, "range": [0, 1], **{name: data[name] for name in ("mean", "std", "classes")}}
     write_whole(target / INPUT, json.dumps(wanted, indent=1) + "\n")  # first: it is what an export is known by
     if to == "safetensors":
         save(model, target)

@@ -277,9 +277,7 @@ def predict(
 ) -> None:
     """The five most likely classes of images, which are resized to the model's size."""
     folder, own = RunFolder(run), find_device(device)
-    config, data = folder.config(), folder.read("environment.json").get("data")
-    if data is None:
-        raise ValueError(f"{run} does not say which data it was trained on: its environment.json has no data")
+    config, data = folder.config(), folder.data()
     model, _ = load_model(run, config, checkpoint, own)
     dtype = DTYPES[config.train.precision]
     pixels = torch.stack([_read_image(path, config.model) for path in images]).to(own, dtype)

@@ -61,7 +61,7 @@ class RunFolder:
 
     def check_data(self, dataset: Dataset) -> None:
         """Refuses a data set that is not the one this run was trained on."""
-        then = self.read("environment.json").get("data", {}).get("digest")
+        then = self.data().get("digest")
         if then != dataset.digest:
             raise ValueError(
                 f"{self.path} was trained on other data: {dataset.name} has digest {dataset.digest[:12]} now, it had"
@@ -90,6 +90,17 @@ class RunFolder:
             return configs.from_dict(Run, found)
         except ValueError as error:
             raise ValueError(f"{self.path / 'config.json'}: {error}") from None
+
+    def data(self) -> dict[str, Any]:
+        """What environment.json tells of the data that the run was trained on."""
+        environment = self.read("environment.json")
+        found = environment.get("data") if isinstance(environment, dict) else None
+        told = found if isinstance(found, dict) else {}
+        missing = [name for name in ("mean", "std", "classes") if not isinstance(told.get(name), list)]
+        if missing:
+            where = self.path / "environment.json"
+            raise ValueError(f"{where} does not tell the data of the run: it has no {', '.join(missing)} of it")
+        return told
 
     def read(self, name: str) -> Any:
         path = self.path / name

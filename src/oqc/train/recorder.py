@@ -99,8 +99,8 @@ def load(folder: RunFolder, config: Run) -> tuple[dict[str, Tensor], Row, list[s
 
 
 def _check_config(folder: RunFolder, trained: Run, config: Run) -> None:
-    """Refuses a config.json that was changed after the run began. The data may have moved (`check_data` compares it),
-    and a step may be computed another way."""
+    """Refuses a config.json that was changed after the run began: what it describes is not what was trained. The data
+    may have moved (`check_data` compares it), and a step may be computed another way."""
     for name, then, now in configs.differences(trained, config):
         if name not in ("data.name", "data.root", "train.mode", "train.backend"):
             raise ValueError(
@@ -122,11 +122,12 @@ def read_weights(folder: str | Path, which: str = "last") -> tuple[dict[str, Ten
     """What `load_weights` gives, the step that they are of, and its warnings."""
     run = RunFolder(folder)
     configs.check_choice("checkpoint", which, ("last", "best"))
-    run.config()
+    config = run.config()
     found = checkpoint.read_newest(run.checkpoints, "step" if which == "last" else "best")
     if found is None:
         raise ValueError(f"{run.path} has no checkpoint of kind {which}")
-    name, tensors, _, warned = found
+    name, tensors, record, warned = found
+    _check_config(run, configs.from_dict(Run, record["config"]), config)
     prefix = "model."
     weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     weights = {name: tensors.get(f"ema.{name}", value) for name, value in weights.items()}
