@@ -112,6 +112,19 @@ def test_a_kill_while_a_run_begins_leaves_a_folder_to_begin_in(
     assert tiny_trainer(folder=folder.path, overwrite=(folder.path / "config.json").exists()).fit().steps == 32
 
 
+@pytest.mark.parametrize("closed", ["run", "run/checkpoints"])
+def test_a_folder_that_cannot_be_written_is_told_before_anything_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    run_until(tiny_trainer(folder=tmp_path / "run"), 5, 15)
+    before, allowed = contents(tmp_path / "run"), os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / closed and allowed(path, mode))
+    for options in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(ValueError, match=f"{closed}, a run's place, must be a folder that can be written"):
+            tiny_trainer(folder=tmp_path / "run", **options).fit()
+    assert contents(tmp_path / "run") == before
+
+
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_run_that_is_replaced_leaves_no_checkpoint_and_every_file_of_others(tmp_path: Path, linked: bool) -> None:
     folder = RunFolder(tmp_path / "run")

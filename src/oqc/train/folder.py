@@ -36,7 +36,7 @@ class RunFolder:
 
     def check(self, *, overwrite: bool = False) -> None:
         """Refuses a place that holds a run already, unless that may be overwritten, or something else."""
-        check_folder(f"{self.path}, a run's place,", self.path)
+        self.check_writable()
         if (self.path / "config.json").exists():
             if not overwrite:
                 state = "a finished" if self.finished else "an unfinished"
@@ -44,6 +44,11 @@ class RunFolder:
                 raise ValueError(f"{self.path} holds {state} run; {way}, or replace it with --overwrite")
         elif self.path.exists() and not _is_beginning(list(self.path.iterdir())):
             raise ValueError(f"{self.path} is not empty and holds no run; choose another folder")
+
+    def check_writable(self) -> None:
+        """Refuses a place that a run could not be kept in, before anything in it is touched."""
+        for folder in (self.path, self.checkpoints):
+            check_folder(f"{folder}, a run's place,", folder)
 
     def create(self, config: Run, environment: dict[str, Any], *, overwrite: bool = False) -> None:
         """Starts a new run here, in place of an old one where that is allowed, of which nothing stays but what was not

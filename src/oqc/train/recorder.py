@@ -90,6 +90,7 @@ def load(folder: RunFolder, config: Run) -> tuple[dict[str, Tensor], Row, list[s
         raise ValueError(f"{folder.path} holds a run with another config; resume it with the config in its config.json")
     if folder.finished:
         raise ValueError(f"{folder.path} holds a finished run; there is nothing to resume")
+    folder.check_writable()
     found = checkpoint.read_newest(folder.checkpoints)
     if found is None:
         return None
