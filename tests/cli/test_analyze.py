@@ -58,8 +58,8 @@ def test_the_table_says_what_each_number_is(trained):
     [
         (("nowhere",), "nowhere is not the folder of a run: it has no config.json"),
         (
-            ("records",),
-            "records holds records and no weights; their metrics stand in its runs.jsonl: oqc report records",
+            ("the records",),
+            "the records holds records and no weights; their metrics stand in its runs.jsonl: oqc report 'the records'",
         ),
         (("run", "--checkpoint", "first"), "checkpoint must be one of last, best, got 'first'"),
         (("run", "--data-dir", "nowhere"), "--data-dir nowhere does not exist"),
@@ -67,8 +67,8 @@ def test_the_table_says_what_each_number_is(trained):
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(args, message, trained):
-    (trained[0] / "records").mkdir(exist_ok=True)
-    (trained[0] / "records" / "runs.jsonl").touch()
+    (trained[0] / "the records").mkdir(exist_ok=True)
+    (trained[0] / "the records" / "runs.jsonl").touch()
     (trained[0] / "list").mkdir(exist_ok=True)
     (trained[0] / "list" / "config.json").write_text("[]")
     result = analyze(*args, cwd=trained[0])

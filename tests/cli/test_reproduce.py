@@ -150,17 +150,17 @@ def test_runs_that_diverged_are_told_and_left_out(tmp_path):
     for one in jobs:
         about = {"preset": one.preset, "seed": 0, "per_epoch": [], "environment": {}}
         where = {"diverged": {"epoch": 2, "step": 5}}
-        append_record(tmp_path / "runs.jsonl", about | where | {"config": to_dict(one.run)})
-    code, out, err = run("vit-tiny", *DIGITS, "--results", ".", cwd=tmp_path)
+        append_record(tmp_path / "a b" / "runs.jsonl", about | where | {"config": to_dict(one.run)})
+    code, out, err = run("vit-tiny", *DIGITS, "--results", "a b", cwd=tmp_path)
     assert code == 0
     assert "vit-tiny on digits: 2 runs, 2 done" in out
-    assert "all in runs.jsonl" in out
+    assert "all in a b/runs.jsonl; the table: oqc report 'a b'\n" in out  # as a shell takes it
     named = "cifar100_vit_tiny (seed 0, in epoch 2), cifar100_vit_tiny_pr (seed 0, in epoch 2)"
     assert err == (
         f"2 of 2 runs diverged and are in no mean and no claim: {named}. To run one again, take its line out of"
-        " runs.jsonl\n"
+        " a b/runs.jsonl\n"
     )
-    code, out, _ = run("vit-tiny", *DIGITS, "--results", ".", "--json", cwd=tmp_path)
+    code, out, _ = run("vit-tiny", *DIGITS, "--results", "a b", "--json", cwd=tmp_path)
     found = json.loads(out)
     assert (found["rows"], found["left"]) == ([], [])
     assert found["diverged"][0] == {"preset": "cifar100_vit_tiny", "seed": 0, "epoch": 2, "step": 5}

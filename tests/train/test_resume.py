@@ -125,9 +125,9 @@ def test_when_all_are_damaged_the_file_is_named(tmp_path: Path) -> None:
 
 
 def test_folders_are_not_overwritten_silently(tmp_path: Path) -> None:
-    config, folder = tiny_config(epochs=1), tmp_path / "run"
+    config, folder = tiny_config(epochs=1), tmp_path / "a run"
     run_until(tiny_trainer(config, folder), 3, signal.SIGTERM)
-    with pytest.raises(ValueError, match=r"unfinished run; continue it with --resume .*run"):
+    with pytest.raises(ValueError, match=r"unfinished run; continue it with --resume '.*a run', or"):
         tiny_trainer(config, folder)
     tiny_trainer(config, folder, resume=True).fit()
     before = (folder / "summary.json").read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,8 @@ def analyze(
     """Mechanism of a run's model over its test images: overlap of branch and host, gate, geometry of the features."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see `oqc train`
     if (run / RESULTS).exists():
-        raise ValueError(f"{run} holds records and no weights; their metrics stand in its {RESULTS}: oqc report {run}")
+        report = f"oqc report {shlex.quote(str(run))}"
+        raise ValueError(f"{run} holds records and no weights; their metrics stand in its {RESULTS}: {report}")
     folder, own = RunFolder(run), find_device(device)
     config = folder.config()
     if data_dir is not None:

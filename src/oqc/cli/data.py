@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +51,8 @@ def verify(name: Name) -> None:
     """Hash the packs of a data set again and compare with what was packed."""
     folders = list(pack.find(name))
     if not folders:
-        raise ValueError(f"the cache {pack.cache()} has no pack of {name!r}; make one with: oqc data prepare {name}")
+        way = f"oqc data prepare {shlex.quote(name)}"
+        raise ValueError(f"the cache {pack.cache()} has no pack of {name!r}; make one with: {way}")
     for folder in folders:
         pack.verify(folder)
         console.print(f"intact: {_line(_describe(folder))}", markup=False)

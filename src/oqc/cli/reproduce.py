@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -72,7 +73,7 @@ def reproduce(
         typer.echo(f"stopped by {signal.Signals(found.signal).name}; {note}", err=True)
         raise typer.Exit(128 + found.signal)
     what = "the table" if data == "digits" else "tables, claims and figures"
-    shown.line(note if found.left else f"all in {path}; {what}: oqc report {folder}")
+    shown.line(note if found.left else f"all in {path}; {what}: oqc report {shlex.quote(str(folder))}")
 
 
 def _outcome(found: suites.Result) -> dict[str, object]:

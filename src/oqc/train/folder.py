@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,11 @@ class RunFolder:
         if (self.path / "config.json").exists():
             if not overwrite:
                 state = "a finished" if self.finished else "an unfinished"
-                way = "choose another folder" if self.finished else f"continue it with --resume {self.path}"
+                way = (
+                    "choose another folder"
+                    if self.finished
+                    else f"continue it with --resume {shlex.quote(str(self.path))}"
+                )
                 raise ValueError(f"{self.path} holds {state} run; {way}, or replace it with --overwrite")
         elif self.path.exists() and not _is_beginning(list(self.path.iterdir())):
             raise ValueError(f"{self.path} is not empty and holds no run; choose another folder")
