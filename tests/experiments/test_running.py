@@ -78,7 +78,7 @@ def test_mechanism_is_there_for_every_host(in_processes):
 def test_a_run_that_diverges_is_recorded_as_such(in_processes, tmp_path):
     record = in_processes["cifar100_mlp"]
     assert record["diverged"]["epoch"] == 1
-    assert 1 <= record["diverged"]["step"] <= 10
+    assert 1 <= record["diverged"]["step"] <= 1438 // JOBS[2].run.train.batch  # as soon as the host looks
     assert from_dict(Run, record["config"]) == JOBS[2].run
     assert record["environment"]["threads"] == 1
     assert not {"best", "final", "images_per_s", "mechanism"} & record.keys()
@@ -105,7 +105,7 @@ def test_a_run_that_diverges_keeps_the_epochs_before(alone, monkeypatch):
     monkeypatch.setattr(running, "Built", Poisoned)
     [record] = in_turn([one]).values()
     assert record["diverged"]["epoch"] == 2
-    assert [point["epoch"] for point in record["per_epoch"]] in ([1], [1, 2])  # as soon as the host looks
+    assert [point["epoch"] for point in record["per_epoch"]] == [1]
     assert record["seconds"] > 0
 
 

@@ -101,10 +101,13 @@ class Built:
         } | ({} if self.alone is None else {"images_per_s_alone": self.alone})
 
     def diverged(self, *, at_once: int = 1) -> Record:
-        """What is kept of a run that diverged, by its trainer, which was stopped where it is."""
+        """What is kept of a run that diverged, by its trainer, which was stopped where it is. How soon the host noticed
+        plays no part but in the step."""
         done, trainer = self.trainer.done, self.trainer
-        where = {"epoch": -(-done // trainer.per_epoch), "step": done}
-        return {**self._about(trainer.history, at_once), "diverged": where, "seconds": trainer.seconds}
+        epoch = -(-done // trainer.per_epoch)
+        before = [row for row in trainer.history if row["epoch"] < epoch]
+        where = {"epoch": epoch, "step": done}
+        return {**self._about(before, at_once), "diverged": where, "seconds": trainer.seconds}
 
     def _about(self, history: Sequence[Row], at_once: int) -> Record:
         """What every record has."""
