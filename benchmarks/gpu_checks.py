@@ -5,7 +5,8 @@
 The tests of all kernels (tests/ops/test_triton_*, which run on the GPU where there is one) and what is marked `gpu`
 elsewhere. Tests over the same kernels go to one process, since compiling is most of the time. The record is written
 after each process: every test with its outcome and seconds, and the largest errors against float64 by dtype and tensor.
-A run that is cut short says which tests were not run. Writes <out>/<gpu>.json; exit code 1 unless everything passed.
+A run that is cut short says which tests were not run; the same command at the same commit goes on with those that have
+not passed. Writes <out>/<gpu>.json; exit code 1 unless everything passed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from oqc.files import write_whole
 from oqc.train import find_device
 from oqc.train.environment import environment
 
@@ -125,6 +127,16 @@ def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]
     return found
 
 
+def passed_before(path: Path, place: dict[str, Any]) -> dict[str, Any]:
+    """The record's tests that passed, if it is of this commit on such a machine; it is not of a commit with changes."""
+    if not path.exists() or "+" in (place["commit"] or "+"):
+        return {}
+    record = json.loads(path.read_text())
+    if any(record["environment"].get(name) != place.get(name) for name in ("commit", "gpu", "versions")):
+        return {}
+    return {row["test"]: row for row in record["tests"] if row["outcome"] == "passed"}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=14)
@@ -141,7 +153,10 @@ def main() -> int:
     names = collect(args.only)
     if not names:
         raise SystemExit(f"no test has {args.only!r} in its id")
-    rows = {name: {"test": name, "outcome": "not run"} for name in names}
+    before = passed_before(path, place)
+    rows = {name: {"test": name, "outcome": "not run"} for name in names} | before
+    left = [name for name in names if name not in before]
+    print(f"{len(left)} of {len(names)} tests, {len(names) - len(left)} passed before at this commit", flush=True)
     lock = threading.Lock()
 
     def work(group: list[str]) -> None:
@@ -152,14 +167,14 @@ def main() -> int:
             outcomes = Counter(row["outcome"] for row in every)
             seconds = round(time.monotonic() - began, 1)
             record = {"environment": place, "seconds": seconds, "outcomes": outcomes, "largest_errors": largest(every)}
-            path.write_text(json.dumps(record | {"tests": every}, indent=1) + "\n")
+            write_whole(path, json.dumps(record | {"tests": every}, indent=1) + "\n")
             bad = [row for row in result if row["outcome"] != "passed"]
             print(f"{seconds:6.1f} s  {len(result) - len(bad)} of {len(result)} passed: {group[0]}", flush=True)
             for row in bad:
                 print(f"          {row['outcome']}: {row['test']} {row.get('message', '')[:300]}", flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(work, units(names)))
+        list(pool.map(work, units(left)))
     outcomes = Counter(row["outcome"] for row in rows.values())
     print(json.dumps({"outcomes": outcomes, "seconds": round(time.monotonic() - began, 1), "file": str(path)}))
     return int(set(outcomes) != {"passed"})
