@@ -24,6 +24,7 @@ from oqc.files import write_whole
 from oqc.report import Record, finished, read_records, rows
 from oqc.report.markdown import markdown_table, number, plural, signed, spread
 from oqc.report.provenance import diverged_line, machine_of
+from oqc.report.records import is_timed
 from oqc.report.statistics import Finding
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,6 +92,7 @@ def _verdicts(of: Comparison) -> str:
         " where the 95% interval of its own difference excludes 0; where it contains 0 nothing is settled, and the"
         " claim has the *same sign* or the *other sign*.",
         f"{findings.gains(of)}{findings.contradicted(of)}",
+        findings.one_model(of),
         f"Of {len(own)} questions we ask beside it, such as whether a host widened to the same size does as well:"
         f" {findings.counts(own)}.",
         findings.after_correction(of),
@@ -127,7 +129,7 @@ def with_receipts(presets: str, records: Sequence[Record]) -> str:
         own = [record for record in finished(records) if record["preset"] == match["name"]]
         found = f"{spread(row['mean'], row['std'])} over {plural(row['seeds'], 'seed')}"
         if row["seconds"] is not None:
-            found += f", {row['seconds']:.0f} s a run on {machine(own)}"
+            found += f", {row['seconds']:.0f} s a run{_side_by_side(own)} on {machine(own)}"
         elif any(record.get("shared_device") for record in own):
             found += f", beside other work on {machine(own)}"
         return f"{match['head']}Ours: {found}."
@@ -135,6 +137,14 @@ def with_receipts(presets: str, records: Sequence[Record]) -> str:
     return re.sub(
         r'(?P<head>def (?P<name>\w+)\(\) -> Run:\n    """(?:(?!""").)*?)Ours: [^\n"]*', receipt, presets, flags=re.S
     )
+
+
+def _side_by_side(records: Sequence[Record]) -> str:
+    """How many runs at a time the seconds are a share of, where it is more than one."""
+    at_once = {record.get("at_once", 1) for record in records if is_timed(record)}
+    if at_once == {1}:
+        return ""
+    return f", {max(at_once)} side by side," if len(at_once) == 1 else f", up to {max(at_once)} side by side,"
 
 
 def main() -> None:

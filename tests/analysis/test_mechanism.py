@@ -38,7 +38,7 @@ def test_one_pass_has_what_its_parts_have(host, complement):
 def test_what_a_model_has_no_part_for_is_none():
     absent = {c: {n for n, v in mechanism(model_with(complement=c, rank=4), batches()).items() if v is None}
               for c in ("none", "unprojected", "full")}  # fmt: skip
-    assert absent["none"] == {"before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std"}
+    assert absent["none"] == {"before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std", "gate_token_std"}
     assert absent["unprojected"] == {"before", "after", "chance"}
     assert not absent["full"]
 
@@ -65,7 +65,12 @@ def test_weights_that_are_not_finite_give_none_and_no_error():
     with torch.no_grad():
         model.pos_embed.fill_(torch.nan)
     got = mechanism(model, batches())
-    assert {name for name, value in got.items() if value is not None} == {"chance", "gate_mean", "gate_std"}
+    assert {name for name, value in got.items() if value is not None} == {
+        "chance",
+        "gate_mean",
+        "gate_std",
+        "gate_token_std",
+    }
 
 
 def test_no_batches():

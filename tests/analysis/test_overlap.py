@@ -30,8 +30,20 @@ def test_worked_out_by_hand():
     assert got["after"] == 0
     assert got["hidden_cosine"] == pytest.approx(1 / math.sqrt(2) / 2)
     assert got["gate_mean"] == pytest.approx(0.4)
-    assert got["gate_std"] == pytest.approx(0.2)
+    assert got["gate_std"] == got["gate_token_std"] == pytest.approx(0.2)
     assert got["chance"] == pytest.approx(0.5)  # on the sphere in three dimensions |cos| is uniform
+
+
+def test_the_gates_spread_over_tokens_leaves_out_what_blocks_differ_by():
+    """Two tokens, two blocks: one gate varies over tokens by 0.1, the other not; their means are 0.2 and 0.6."""
+    sums, part = OverlapSums(), torch.ones(2, 3)
+    for first, second in ((0.1, 0.3), (0.3, 0.1)):
+        gates = {"a.": torch.tensor([[first], [second]]), "b.": torch.tensor([[0.6], [0.6]])}
+        sums.add({p + name: part for p in gates for name in ("delta", "b")} | {f"{p}gate": g for p, g in gates.items()})
+    got = sums.means()
+    assert got["gate_mean"] == pytest.approx(0.4)
+    assert got["gate_token_std"] == pytest.approx(math.sqrt(0.1**2 / 2))
+    assert got["gate_std"] == pytest.approx(math.sqrt(0.1**2 / 2 + 0.2**2))
 
 
 def test_chance_levels():
@@ -43,7 +55,7 @@ def test_chance_levels():
     assert chance_level(24) == pytest.approx(torch.cosine_similarity(x, y).abs().mean().item(), rel=0.02)
 
 
-@pytest.mark.parametrize(("complement", "absent"), [("none", 6), ("unprojected", 3), ("lowrank", 0)])
+@pytest.mark.parametrize(("complement", "absent"), [("none", 7), ("unprojected", 3), ("lowrank", 0)])
 def test_on_real_models(complement, absent):
     config = Model(
         image_size=8,
@@ -58,6 +70,7 @@ def test_on_real_models(complement, absent):
     assert sum(value is None for value in got.values()) == absent
     if complement == "lowrank":
         assert got["after"] < 1e-6 < got["before"]
+        assert got["gate_token_std"] == 0  # one number a block
 
 
 def test_what_is_not_finite_is_none():

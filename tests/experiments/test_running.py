@@ -72,7 +72,7 @@ def test_mechanism_is_there_for_every_host(in_processes):
     assert None not in branch.values()
     assert branch["after"] < 1e-5 < branch["before"]
     missing = {name for name, value in plain.items() if value is None}
-    assert missing == {"before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std"}
+    assert missing == {"before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std", "gate_token_std"}
 
 
 def test_a_run_that_diverges_is_recorded_as_such(in_processes, tmp_path):

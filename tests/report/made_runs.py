@@ -26,6 +26,7 @@ def run(preset, seed, best, **mechanism):
         "hidden_cosine": None if plain else 0.03,
         "gate_mean": None if plain else 0.2,
         "gate_std": None if plain else 0.1,
+        "gate_token_std": None if plain else 0.05,
         "effective_rank": 77.0,
         "participation_ratio": 50.0,
         "separation_euclidean": 1.01,

@@ -123,6 +123,71 @@ def test_negative_findings_come_with_the_reason(page):
     assert "4 seeds, p (Holm) < 0.001" in reasons[place]
 
 
+def test_sizes_that_fall_short_are_listed_with_the_reason():
+    effects = {FULL: 0.6, "cifar100_lowrank_r56": 1.27, "cifar100_static_r83": -1.0, "cifar100_dynamic_r83": 2.0}
+    text = results_page(suite(effects, presets=(AFBO, *effects))).text
+    short = text.partition("## What is smaller than published\n")[2].partition("\n## ")[0]
+    assert "Likely the training: the paper gives neither epochs nor augmentation" in short
+    assert "**OQC full beats AFBO+PR** (table 1: +1.34): ours +0." in short
+    assert not any(f"**OQC-{name} beats AFBO+PR**" in short for name in ("LR", "static", "dynamic"))
+    assert "## What is smaller than published" not in results_page(suite({}, presets=(AFBO,))).text
+
+
+def test_what_is_said_of_gates_names_what_it_rests_on():
+    static, dynamic = "cifar100_static_r83", "cifar100_dynamic_r83"
+    records = suite({}, presets=(AFBO, FULL, static, dynamic))
+    assert "What is said of gates rests on" not in results_page(records).text
+    for k, record in enumerate(records):
+        if record["preset"] != AFBO:
+            record["mechanism"]["gate_mean"] = {static: 0.46, dynamic: 0.26}.get(record["preset"], 0.155) + k % 3 * 1e-3
+    text = results_page(records).text
+    assert "Scalar gates that start at 0.12 end at 0.156 (OQC full), so 0.190 may as well be one of theirs." in text
+    assert "| Of it over tokens |" in text
+    for record in records:
+        record["mechanism"]["gate_token_std"] = None
+    assert "| Of it over tokens |" not in results_page(records).text
+
+
+def test_separation_says_whether_its_verdicts_turn_on_the_candidate():
+    names = ("euclidean", "cosine", "cosine_centred", "scatter")
+    records = suite({}, presets=(AFBO, FULL, "cifar100_dynamic_r83"))
+    for k, record in enumerate(records):
+        far = 0.5 if record["preset"] == FULL else 0.0
+        record["mechanism"] |= {f"separation_{name}": 1.0 + far + 1e-3 * (k * 7 % 5) for name in names}
+    assert "contradicted is the same whichever of them is taken." in results_page(records).text
+    for record in records:
+        record["mechanism"]["separation_scatter"] = 2 - record["mechanism"]["separation_scatter"]
+    assert "contradicted changes with `separation_scatter`." in results_page(records).text
+
+
+def test_claims_on_features_say_what_the_main_tables_models_alone_would_say():
+    """Two models of other hosts that are noisy widen the interval of a difference that the main table's tell apart."""
+    presets = (AFBO, FULL, "cifar100_mlp", "cifar100_mlp_nopr")
+    records = suite({}, presets=presets)
+    assert re.search(r"of \d+ claims on features: no verdict would change\.", results_page(records).text)
+    for k, record in enumerate(records):
+        spread = 0.1 if record["preset"] in (AFBO, FULL) else 20.0
+        gain = 1.5 if record["preset"] == FULL else 0.0
+        record["mechanism"]["effective_rank"] = 77 + gain + spread * ((k * 7) % 5 - 2)
+    found = re.search(r"claims on features: (.*)\.$", results_page(records).text, flags=re.M)[1]
+    assert found.startswith('"Effective rank: OQC full over AFBO+PR" would be reproduced (+1.')
+
+
+def test_no_projection_stands_beside_the_model_whose_gate_starts_alike():
+    unprojected, static = "cifar100_unprojected_r56", "cifar100_static_r83"
+    text = results_page(suite({unprojected: 0.8}, presets=(AFBO, static, unprojected))).text
+    section = text.partition("### Alternative designs\n")[2].partition("\n### ")[0]
+    assert re.search(r"no projection gains \+0\.[6-9]\d \[\+.*\] \(4 seeds; R 56 and R 83\)", section)
+    assert "no projection gains" not in results_page(suite({}, presets=(AFBO, unprojected))).text
+
+
+def test_every_commits_models_are_named():
+    records = suite({}, presets=(AFBO, FULL), seeds=2)
+    records[3]["environment"] = records[3]["environment"] | {"commit": "0" * 40}
+    text = results_page(records).text
+    assert "| ea2d3d7 | 3 | AFBO+PR (2), OQC full, R 64 (1) |\n| 0000000 | 1 | OQC full, R 64 (1) |" in text
+
+
 def test_calibration_and_provenance(page, records):
     assert "| 60, frozen |" in page.text
     assert "The shortest of these that matches has 60 epochs." in page.text

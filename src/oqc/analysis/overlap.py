@@ -5,6 +5,7 @@ Streams over batches with the literal equations, in float32, and sums in float64
     before = mean |cos(q, m)|          after = mean |cos(q_perp, m)|
     hidden_cosine = mean |cos(delta, b)|, what reaches the network
     chance = E |cos| of two random directions in the space of the projection
+    gate_std is over tokens and blocks; gate_token_std over the tokens of a block, the blocks' variances averaged
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 from oqc.nn import Complement
 
-METRICS = ("before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std")
+METRICS = ("before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std", "gate_token_std")
+
+ROUNDING = 1e-12  # of a mean of squares in float64
 
 
 def chance_level(dimension: int) -> float:
@@ -78,6 +81,7 @@ class OverlapSums:
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
+        self.blocks: dict[str, tuple[Tensor, int]] = {}  # the sum of each block's gates, and their number
         self.count = 0  # tokens, each once a block
         self.dimension: int | None = None
 
@@ -85,7 +89,9 @@ class OverlapSums:
         """Takes in what a model returns with `intermediates=True`."""
         for prefix in [name.removesuffix("delta") for name in named if name.endswith(".delta")]:
             parts = {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
-            gate = parts["gate"].double()
+            tokens, gate = parts["delta"].shape[:-1].numel(), parts["gate"].double()
+            gates, before = self.blocks.get(prefix, (gate.new_zeros(()), 0))
+            self.blocks[prefix] = gates + gate.sum(), before + tokens
             found = {
                 "hidden_cosine": _cosine(parts["delta"], parts["b"]),
                 "gate_mean": gate,
@@ -98,13 +104,16 @@ class OverlapSums:
             for name, value in found.items():
                 total = value.sum()
                 self.sums[name] = self.sums[name] + total if name in self.sums else total
-            self.count += parts["delta"].shape[:-1].numel()
+            self.count += tokens
 
     def means(self) -> dict[str, float | None]:
         """The metrics; None where the model has no such part or the sum is not finite."""
         means = {name: float(total) / self.count for name, total in self.sums.items()}
         if "gate_square" in means:
-            means["gate_std"] = math.sqrt(max(means.pop("gate_square") - means["gate_mean"] ** 2, 0.0))
+            square = means.pop("gate_square")
+            of_blocks = sum(float(total) ** 2 / tokens for total, tokens in self.blocks.values()) / self.count
+            means["gate_std"] = math.sqrt(max(square - means["gate_mean"] ** 2, 0.0))
+            means["gate_token_std"] = 0.0 if square - of_blocks <= ROUNDING * square else math.sqrt(square - of_blocks)
         if self.dimension is not None:
             means["chance"] = chance_level(self.dimension)
         return {name: means[name] if math.isfinite(means.get(name, math.nan)) else None for name in METRICS}

@@ -26,6 +26,7 @@ MEANING = {
     "hidden_cosine": "overlap of update and host where they add up: mean |cos(delta, b)|",
     "gate_mean": "how much of the complement is used",
     "gate_std": "its spread over tokens and blocks",
+    "gate_token_std": "its spread over the tokens of a block: 0 where it does not look at its input",
     "effective_rank": "directions that the features use: exp of the spectrum's entropy",
     "participation_ratio": "the same with more weight on the large ones",
     "separation_euclidean": "distance between classes over within, Euclidean",

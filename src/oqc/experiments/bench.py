@@ -85,7 +85,8 @@ def run_bench(
     prepared = []
     with room_for_compiled_models():
         for case in todo:
-            prepared.append(_Prepared(case, device, batch, precision))
+            train = Train(batch=batch, precision=precision, mode=case.mode, backend=case.backend)
+            prepared.append(Prepared(case, device, train))
             on_ready(case)
     steps = [max(2, round(seconds / one.time(3))) for one in prepared]
     taken = [[one.time(n) for one, n in zip(prepared, steps, strict=True)] for _ in range(repeats)]
@@ -117,29 +118,25 @@ def run_bench(
     return rows
 
 
-class _Prepared:
+class Prepared:
     """One case, compiled and captured, ready to run any number of times."""
 
-    def __init__(self, case: Case, device: torch.device, batch: int, precision: str) -> None:
+    def __init__(self, case: Case, device: torch.device, train: Train) -> None:
         self.case, self.device = case, device
         cuda = device.type == "cuda"
         before = torch.cuda.memory_allocated(device) if cuda else 0
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
         began = time.perf_counter()
-        run = Run(
-            model=case.model,
-            data=Data(name="synthetic"),
-            train=Train(batch=batch, precision=precision, mode=case.mode, backend=case.backend),
-        )
+        run = Run(model=case.model, data=Data(name="synthetic"), train=train)
         model = create_model(case.model, seed=0, backend=case.backend)
-        self.trainer = Trainer(model, _synthetic(case.model, batch), run, device=device)
+        self.trainer = Trainer(model, _synthetic(case.model, train.batch), run, device=device)
         self.enqueue: Callable[[], object]
         if case.phase == "train":
             self.trainer.prepare()
             self.enqueue = self.trainer.step.replay
         else:
-            self.enqueue = self._inference(batch, precision)
+            self.enqueue = self._inference(train.batch, train.precision)
         with self.trainer.scope():
             self.enqueue()
         self.trainer.synchronize()

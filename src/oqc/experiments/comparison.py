@@ -128,7 +128,7 @@ def rank_points(of: Comparison) -> tuple[list[Point], list[Point]]:
         row = f"{DATA}_{kind}_r{rank}"
         found = of.gain(row)
         if found:
-            ours.append(Point(series, rank, found.difference, found.low, found.high))
+            ours.append(Point(series, rank, found.difference, found.low, found.high, len(found.seeds)))
         point = published_point(series, rank, "rank sweep" if kind == "full" else "table 1", row)
         paper += [point] if point else []
     return ours, paper

@@ -37,7 +37,7 @@ def _tiny_imagenet(ffn: FFN) -> Run:
 def cifar100_afbo() -> Run:
     """AFBO+PR: 6.37 M parameters. `oqc reproduce table1`. Paper (table 1): 64.25 ± 0.22.
 
-    Ours: 64.32 ± 0.44 over 5 seeds, 51 s a run on one NVIDIA H200.
+    Ours: 64.32 ± 0.44 over 5 seeds, 51 s a run, up to 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN())
 
@@ -45,7 +45,7 @@ def cifar100_afbo() -> Run:
 def cifar100_full_r64() -> Run:
     """OQC full, R 64: 6.97 M parameters. `oqc reproduce table1`. Paper (table 1): 65.59 ± 0.22.
 
-    Ours: 65.04 ± 0.39 over 5 seeds, 53 s a run on one NVIDIA H200.
+    Ours: 65.04 ± 0.39 over 5 seeds, 53 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="full", rank=64))
 
@@ -53,7 +53,7 @@ def cifar100_full_r64() -> Run:
 def cifar100_lowrank_r56() -> Run:
     """OQC-LR, R 56: 7.19 M parameters. `oqc reproduce table1`. Paper (table 1): 65.52 ± 0.25.
 
-    Ours: 64.79 ± 0.23 over 5 seeds, 53 s a run on one NVIDIA H200.
+    Ours: 64.79 ± 0.23 over 5 seeds, 53 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="lowrank", rank=56))
 
@@ -61,7 +61,7 @@ def cifar100_lowrank_r56() -> Run:
 def cifar100_static_r83() -> Run:
     """OQC-static, R 83: 7.59 M parameters. `oqc reproduce table1`. Paper (table 1): 65.44 ± 0.19.
 
-    Ours: 63.50 ± 0.19 over 5 seeds, 55 s a run on one NVIDIA H200.
+    Ours: 63.50 ± 0.19 over 5 seeds, 55 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="static", rank=83))
 
@@ -69,7 +69,7 @@ def cifar100_static_r83() -> Run:
 def cifar100_dynamic_r83() -> Run:
     """OQC-dynamic, R 83: 7.59 M parameters. `oqc reproduce table1`. Paper (table 1): 65.33 ± 0.11.
 
-    Ours: 65.04 ± 0.37 over 5 seeds, 55 s a run on one NVIDIA H200.
+    Ours: 65.04 ± 0.37 over 5 seeds, 55 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="dynamic", rank=83))
 
@@ -77,7 +77,7 @@ def cifar100_dynamic_r83() -> Run:
 def cifar100_shared_r56() -> Run:
     """Shared u and v, R 56: 6.96 M parameters. `oqc reproduce designs`. Paper (alternative designs): 64.85 ± 0.14.
 
-    Ours: 64.69 ± 0.33 over 3 seeds, 54 s a run on one NVIDIA H200.
+    Ours: 64.69 ± 0.33 over 3 seeds, 54 s a run, up to 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="shared", rank=56))
 
@@ -85,7 +85,7 @@ def cifar100_shared_r56() -> Run:
 def cifar100_unprojected_r56() -> Run:
     """No projection, R 56: 6.89 M parameters. `oqc reproduce designs`. Paper (alternative designs): 63.47 ± 0.19.
 
-    Ours: 64.32 ± 0.52 over 3 seeds, 52 s a run on one NVIDIA H200.
+    Ours: 64.32 ± 0.52 over 3 seeds, 52 s a run, up to 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="unprojected", rank=56))
 
@@ -104,6 +104,14 @@ def cifar100_static_r83_closed() -> Run:
     Ours: not run yet.
     """
     return _cifar100(FFN(complement="static", rank=83, gate_init=-2.0))
+
+
+def cifar100_unprojected_r56_closed() -> Run:
+    """No projection, R 56, gate from 0.12: 6.89 M parameters. `oqc reproduce gate-start`. Paper: no such run.
+
+    Ours: not run yet.
+    """
+    return _cifar100(FFN(complement="unprojected", rank=56, gate_init=-2.0))
 
 
 def cifar100_afbo_6_97m() -> Run:
@@ -133,7 +141,7 @@ def cifar100_afbo_7_59m() -> Run:
 def cifar100_mlp_nopr() -> Run:
     """MLP, no PR: 6.37 M parameters. `oqc reproduce decomposition`. Paper (table 4): 47.27 ± 0.42.
 
-    Ours: 56.37 ± 0.19 over 3 seeds, 37 s a run on one NVIDIA H200.
+    Ours: 56.37 ± 0.19 over 3 seeds, 37 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(host="mlp"), readout=False)
 
@@ -141,7 +149,7 @@ def cifar100_mlp_nopr() -> Run:
 def cifar100_mlp() -> Run:
     """MLP+PR: 6.37 M parameters. `oqc reproduce decomposition`. Paper (table 4): 47.29 ± 0.25.
 
-    Ours: 56.29 ± 0.37 over 3 seeds, 37 s a run on one NVIDIA H200.
+    Ours: 56.29 ± 0.37 over 3 seeds, 37 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(host="mlp"))
 
@@ -149,7 +157,7 @@ def cifar100_mlp() -> Run:
 def cifar100_mlp_lowrank_r56_nopr() -> Run:
     """OQC-LR, R 56, on an MLP, no PR: 7.52 M parameters. `oqc reproduce decomposition`. Paper (table 4): 50.75 ± 0.23.
 
-    Ours: 56.00 ± 0.47 over 3 seeds, 42 s a run on one NVIDIA H200.
+    Ours: 56.00 ± 0.47 over 3 seeds, 42 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(host="mlp", complement="lowrank", rank=56), readout=False)
 
@@ -157,7 +165,7 @@ def cifar100_mlp_lowrank_r56_nopr() -> Run:
 def cifar100_mlp_lowrank_r56() -> Run:
     """OQC-LR, R 56, on an MLP: 7.52 M parameters. `oqc reproduce decomposition`. Paper (table 4): 51.39 ± 0.42.
 
-    Ours: 56.07 ± 0.64 over 3 seeds, 42 s a run on one NVIDIA H200.
+    Ours: 56.07 ± 0.64 over 3 seeds, 42 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(host="mlp", complement="lowrank", rank=56))
 
@@ -165,7 +173,7 @@ def cifar100_mlp_lowrank_r56() -> Run:
 def cifar100_afbo_nopr() -> Run:
     """AFBO, no PR: 6.37 M parameters. `oqc reproduce decomposition`. Paper (table 4): 62.82 ± 0.45.
 
-    Ours: 63.90 ± 0.15 over 3 seeds, 41 s a run on one NVIDIA H200.
+    Ours: 63.90 ± 0.15 over 3 seeds, 41 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(), readout=False)
 
@@ -173,7 +181,7 @@ def cifar100_afbo_nopr() -> Run:
 def cifar100_lowrank_r56_nopr() -> Run:
     """OQC-LR, R 56, no PR: 7.19 M parameters. `oqc reproduce decomposition`. Paper (table 4): 63.88 ± 0.29.
 
-    Ours: 64.56 ± 0.37 over 3 seeds, 41 s a run on one NVIDIA H200.
+    Ours: 64.56 ± 0.37 over 3 seeds, 41 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="lowrank", rank=56), readout=False)
 
@@ -293,7 +301,7 @@ def cifar100_vit_tiny_pr() -> Run:
 def cifar100_afbo_45epochs() -> Run:
     """AFBO+PR for 45 epochs: 6.37 M parameters. `oqc reproduce calibration`. Paper: no such run.
 
-    Ours: 63.53 ± 0.47 over 3 seeds, 36 s a run on one NVIDIA H200.
+    Ours: 63.53 ± 0.47 over 3 seeds, 36 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(), train=replace(CIFAR100_TRAIN, epochs=45))
 
@@ -301,7 +309,7 @@ def cifar100_afbo_45epochs() -> Run:
 def cifar100_afbo_50epochs() -> Run:
     """AFBO+PR for 50 epochs: 6.37 M parameters. `oqc reproduce calibration`. Paper: no such run.
 
-    Ours: 63.62 ± 0.32 over 3 seeds, 40 s a run on one NVIDIA H200.
+    Ours: 63.62 ± 0.32 over 3 seeds, 40 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(), train=replace(CIFAR100_TRAIN, epochs=50))
 

@@ -63,7 +63,14 @@ SUITES: dict[str, tuple[str, ...]] = {
         "cifar100_afbo",
         *(f"cifar100_{kind}_r{rank}" for rank in (16, 32, 48, 56, 64) for kind in ("full", "lowrank")),
     ),
-    "gate-start": ("cifar100_afbo", "cifar100_static_r83", "cifar100_static_r83_closed"),
+    "gate-start": (
+        "cifar100_afbo",
+        "cifar100_lowrank_r56",
+        "cifar100_static_r83",
+        "cifar100_static_r83_closed",
+        "cifar100_unprojected_r56",
+        "cifar100_unprojected_r56_closed",
+    ),
     "hosts": (
         "cifar100_afbo_grouped",
         "cifar100_afbo_grouped_lowrank_r56",

@@ -24,19 +24,21 @@ SERIES = {
 }
 MARKERS = dict(zip(SERIES, "os^Dv", strict=True))
 VERDICT_COLORS = {"reproduced": COLORS[2], "same sign": GREY, "other sign": GREY, "contradicted": COLORS[1]}
+LARGE, SETTLED = 8, 0.05  # the marker of what has such a p after Holm's correction
 FILLED: dict[str, Any] = {"linestyle": "none", "markersize": 7}
 HOLLOW: dict[str, Any] = FILLED | {"markerfacecolor": "white", "markeredgewidth": 1.3}
 
 
 @dataclass(frozen=True)
 class Point:
-    """A value of a series, with its interval where it has one."""
+    """A value of a series, with its interval where it has one, and the seeds behind it where they matter."""
 
     series: str
     x: float
     y: float
     low: float | None = None
     high: float | None = None
+    seeds: int | None = None
 
 
 def forest(sections: Mapping[str, Sequence[Finding]]) -> str:
@@ -55,7 +57,8 @@ def forest(sections: Mapping[str, Sequence[Finding]]) -> str:
             side, color = found.claim.side, VERDICT_COLORS[found.verdict]
             axes.plot([side * found.low, side * found.high], [y, y], color=color, linewidth=1.8)
             filled = found.verdict in ("reproduced", "contradicted")
-            axes.plot(side * found.difference, y, "o", color=color, markersize=5, mfc=color if filled else "white")
+            size = LARGE if found.p_holm < SETTLED else 5
+            axes.plot(side * found.difference, y, "o", color=color, markersize=size, mfc=color if filled else "white")
             if found.claim.published is not None:
                 axes.plot(side * found.claim.published, y, "D", color=INK, markersize=5, mfc="none", mew=1)
             places.append(y)
@@ -72,9 +75,10 @@ def forest(sections: Mapping[str, Sequence[Finding]]) -> str:
         Line2D([], [], color=COLORS[2], marker="o", markersize=5, label="reproduced, confirmed"),
         Line2D([], [], color=GREY, marker="o", markersize=5, mfc="white", label="interval contains 0"),
         Line2D([], [], color=COLORS[1], marker="o", markersize=5, label="contradicted, refuted"),
+        Line2D([], [], color=INK, marker="o", markersize=LARGE, linestyle="none", label="large: after Holm too"),
         Line2D([], [], color=INK, marker="D", markersize=5, mfc="none", linestyle="none", label="published"),
     ]
-    figure.legend(handles=handles, frameon=False, fontsize=8.5, loc="outside upper center", ncols=4)
+    figure.legend(handles=handles, frameon=False, fontsize=8.5, loc="outside upper center", ncols=3)
     return svg(figure)
 
 
@@ -194,7 +198,8 @@ def _points(axes: Any, points: Sequence[Point], *, hollow: bool) -> None:
         if point.low is not None and point.high is not None:
             width = 0.9 if hollow else 1.6
             axes.plot([point.x] * 2, [point.low, point.high], color=color, linewidth=width, zorder=1.5)
-        axes.plot(point.x, point.y, MARKERS[point.series], color=color, **(HOLLOW if hollow else FILLED))
+        style = (HOLLOW if hollow else FILLED) | ({"markersize": 4} if point.seeds == 1 else {})
+        axes.plot(point.x, point.y, MARKERS[point.series], color=color, **style)
 
 
 def _legend(figure: Any, names: Iterable[str]) -> None:

@@ -74,6 +74,10 @@ def machine_of(record: Record) -> str:
     return record["environment"].get("gpu") or "CPU"
 
 
+def commit_of(record: Record) -> str:
+    return _short(record["environment"].get("commit")) or "not recorded"
+
+
 def _short(commit: str | None) -> str | None:
     """Seven digits, and whether files differed from it."""
     return commit and commit[:7] + ("+changes" if commit.endswith("+changes") else "")

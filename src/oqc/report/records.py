@@ -36,8 +36,9 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 DIVERGED = {"diverged": dict} | {n: FIELDS[n] for n in ("preset", "seed", "per_epoch", "config", "environment")}
 MECHANISM = (
-    "before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std", "effective_rank", "participation_ratio",
-    "separation_euclidean", "separation_cosine", "separation_cosine_centred", "separation_scatter",
+    "before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std", "gate_token_std", "effective_rank",
+    "participation_ratio", "separation_euclidean", "separation_cosine", "separation_cosine_centred",
+    "separation_scatter",
 )  # fmt: skip
 
 
