@@ -5,8 +5,8 @@
 In use are a kernel for z (`_coefficients`), one that adds M z and the residual (`_combination`) and one for the norm of
 the sum (`_norm_forward`). Here one kernel does the first two, or all three: a program holds z of its tokens and walks
 over the columns of the output, or holds all of them where it also takes the norm. Every form is held against the ones
-in use before it is timed; the inputs of a launch are never in the cache. Writes the times of all blocks that were tried.
-Without a GPU, under TRITON_INTERPRET=1, it only compares.
+in use before it is timed; the inputs of a launch are never in the cache. Writes the times of all blocks of tokens and
+columns that were tried. Without a GPU, under TRITON_INTERPRET=1, it only compares.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -317,14 +318,14 @@ def main() -> int:
         tiles += [] if norm else [(t, d, w) for t in (16, 32, 64) for d, w in ((64, 4), (128, 4), (128, 8))]
         row: dict[str, Any] = {"complement": kind, "norm": norm, "save": save}
         if cuda:
-            row["in_use_us"] = microseconds(lambda x: in_use(kind, x, save=save, norm=norm), sets)
+            row["in_use_us"] = microseconds(partial(in_use, kind, save=save, norm=norm), sets)
         for block_t, block_d, warps in tiles if cuda else tiles[:1] + tiles[-2:]:
             if time.monotonic() > until:
                 break
             blocks = {"block_t": block_t, "block_d": block_d, "warps": warps}
             found = {**blocks, "error": compare(kind, sets[0], save, norm, **blocks)}
             if cuda:
-                found["us"] = microseconds(lambda x: as_one(kind, x, save=save, norm=norm, **blocks), sets)
+                found["us"] = microseconds(partial(as_one, kind, save=save, norm=norm, **blocks), sets)
             row.setdefault("one_kernel", []).append(found)
         rows.append(row)
         print(json.dumps({**row, "one_kernel": sorted(row.get("one_kernel", []), key=lambda f: f.get("us", 0))[:3]}))
