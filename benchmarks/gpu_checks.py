@@ -32,7 +32,14 @@ from oqc.train.environment import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILY = re.compile(r"\[(D\d+-H\d+-.*?)(-torch\.\w+)?\]$")  # an id ends with the kernels that its test needs
-FIRST = ("tests/train", "test_triton_spatial.py", "three_hundred_shapes", "awkward_shapes", "test_triton_fused.py")
+FIRST = (
+    "tests/train",
+    "test_triton_compiles",
+    "test_triton_spatial.py",
+    "three_hundred_shapes",
+    "awkward_shapes",
+    "test_triton_fused.py",
+)
 CHUNK = 3  # tests of one file for a process, where they share no kernels
 
 

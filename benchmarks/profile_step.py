@@ -1,6 +1,6 @@
 """Prints where the GPU time of a training step or of inference goes, kernel by kernel.
 
-python benchmarks/profile_step.py --complement lowrank --backend triton [--phase inference] [--set train.lr=1e-3]
+python benchmarks/profile_step.py --complement lowrank --backend triton [--phase inference] [--set deterministic=false]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import torch
 
 from oqc import config as configs
-from oqc.config import Run, Train
+from oqc.config import Train
 from oqc.experiments import bench
 
 
@@ -21,11 +21,11 @@ def main() -> None:
     parser.add_argument("--mode", default="graph")
     parser.add_argument("--phase", default="train", choices=["train", "inference"])
     parser.add_argument("--rows", type=int, default=28)
-    parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--set", action="append", default=[], dest="settings", help="a field of the training")
     args = parser.parse_args()
 
     case = bench.cases(["afbo"], [args.complement], [args.backend], [args.mode], [args.phase])[0]
-    train = configs.override(Run(train=Train(mode=args.mode, backend=args.backend)), args.settings).train
+    train = configs.override(Train(mode=args.mode, backend=args.backend), args.settings)
     one = bench.Prepared(case, torch.device("cuda"), train)
     one.time(5)
     ms = 1e3 * one.time(30)

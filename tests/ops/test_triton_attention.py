@@ -55,6 +55,14 @@ def test_which_path_is_taken():
     assert not attention._chosen(torch.zeros(1, 129, 96, dtype=torch.bfloat16, device=DEVICE), 1, "triton")
 
 
+def test_the_operator_trains_where_no_kernel_runs():
+    """As where a graph was traced with kernels and is trained without: float64 stands for such a device."""
+    qkv, dy = torch.randn(2, 5, 96, dtype=torch.float64, device=DEVICE), torch.randn(2, 5, 32, device=DEVICE)
+    got, want = (run(f, qkv, dy) for f in (lambda t: attention.attention(t, 1), lambda t: attention._plain(t, 1)))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_opcheck():
     qkv = torch.randn(2, 16, 96, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     torch.library.opcheck(torch.ops.oqc.attention.default, (qkv, 1), test_utils=("test_schema", "test_faketensor"))

@@ -47,6 +47,7 @@ def test_kernels_are_for_nvidia_from_ampere_on(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(device, "_CAPABLE", {})
     gpu = torch.device("cuda", 0)
     assert device.runs_on(gpu) is runs
     for backend in ("auto", "triton"):

@@ -11,6 +11,8 @@ import torch
 from fused_oracle import DEVICE, LARGE, SMALL, Case, leaves, literal, ours, ours_from_hidden, ratio, squares_of, tensors
 from torch import Tensor
 
+from oqc.config import FFN, Model
+from oqc.models import DeepViT
 from oqc.nn import OQCFFN
 from oqc.ops import fused, layout, operators, plain
 
@@ -30,6 +32,17 @@ def test_compiles_whole_and_to_the_same_numbers(case: Case) -> None:
     assert torch.equal(eager, compiled)
     for one, other in zip(grads, again, strict=True):
         assert one is other is None or torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("complement", ["none", "lowrank", "full", "static", "dynamic", "shared"])
+def test_a_block_compiles_whole(complement: str) -> None:
+    """In every version of PyTorch that is supported: a break costs the compiled mode its speed and no test its pass."""
+    config = Model(width=16, heads=1, depth=1, readout=False, ffn=FFN(complement=complement, rank=5, hidden=24))
+    block = DeepViT(config, backend="triton", seed=0, device=DEVICE).blocks[0]
+    x = torch.randn(1, 64, 16, device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
+        assert torch.equal(y, block(x))
 
 
 @pytest.mark.parametrize("case", [SMALL[0], SMALL[1], SMALL[4], SMALL[7], SMALL[-3]], ids=str)

@@ -67,9 +67,7 @@ def attention(qkv: Tensor, heads: int) -> Tensor:
 @torch.library.custom_op("oqc::attention_backward", mutates_args=())
 def _attention_backward(dout: Tensor, qkv: Tensor, heads: int) -> Tensor:
     if not on_kernels(qkv):
-        with torch.enable_grad():
-            leaf = qkv.detach().requires_grad_()
-            return torch.autograd.grad(_plain(leaf, heads), leaf, dout)[0]
+        return torch.func.vjp(lambda qkv: _plain(qkv, heads), qkv)[1](dout)[0].clone()
     from oqc.ops import triton_attention
 
     with on_device_of(qkv):

@@ -17,9 +17,23 @@ LEAST_MAJOR = 8  # of the compute capability
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+_CAPABLE: dict[torch.device, bool] = {}  # of GPUs that were asked for: a step asks some hundred times
+
+
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels run on this device: an NVIDIA GPU from Ampere on, or anything under Triton's interpreter.
     Older GPUs have too little shared memory and no products of bf16 or tf32; on others nobody has tried them."""
+    if torch.compiler.is_compiling():
+        return _capable(device)
+    found = _CAPABLE.get(device)
+    if found is None:
+        found = _capable(device)
+        if device.type == "cuda" and device.index is not None and torch.cuda.is_available():
+            _CAPABLE[device] = found
+    return found
+
+
+def _capable(device: torch.device) -> bool:
     if device.type == "cuda" and torch.cuda.is_available():
         capable = torch.version.hip is None and torch.cuda.get_device_properties(device).major >= LEAST_MAJOR
     else:
