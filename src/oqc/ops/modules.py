@@ -26,7 +26,7 @@ def is_plain(*modules: object) -> bool:
             continue
         if type(module) not in (nn.Linear, nn.Conv2d) or has_hooks(module):
             return False
-        if hasattr(type(module.weight), "__tensor_flatten__"):
+        if hasattr(type(getattr(module, "weight", None)), "__tensor_flatten__"):
             return False
     return True
 
