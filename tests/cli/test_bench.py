@@ -4,7 +4,9 @@ import sys
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from oqc.cli import app
 from oqc.config import FFN, Model
 from oqc.experiments import bench
 from oqc.nn import OQCFFN
@@ -92,7 +94,23 @@ def test_the_paper_s_models_pass_in_bf16():
 def test_figure_has_the_papers_ratios():
     base = {"host": "afbo", "phase": "train", "backend": "triton", "mode": "graph"}
     rows = [base | {"complement": "none", "images_per_s": 1e4}, base | {"complement": "full", "images_per_s": 9e3}]
-    text = throughput(rows, {"full": 0.578, "lowrank": 0.768})
+    text = throughput(rows, {"full": 0.578, "lowrank": 0.768}, "CPU")
     assert text.startswith("<svg")
-    assert text != throughput(rows, {"full": 0.778, "lowrank": 0.768})
-    assert text == throughput(rows, {"full": 0.578, "lowrank": 0.968})  # which was not measured
+    assert text != throughput(rows, {"full": 0.778, "lowrank": 0.768}, "CPU")
+    assert text == throughput(rows, {"full": 0.578, "lowrank": 0.968}, "CPU")  # which was not measured
+    assert "<!-- paper -->" in text  # the legend
+    assert "<!-- paper -->" not in throughput(rows, {}, "CPU")
+
+
+@pytest.mark.parametrize(("smaller", "beside"), [([], True), (["--set", "depth=2"], False)])
+def test_the_figure_shows_the_papers_ratios_beside_the_papers_model_alone(tmp_path, monkeypatch, smaller, beside):
+    row = {"host": "afbo", "phase": "train", "backend": "torch", "mode": "eager", "rank": 56, "gpu_busy_ms": None}
+    row |= {"p20": 1.0, "p80": 1.0, "peak_memory_bytes": None, "floor_share": None}
+    rows = [row | {"complement": name, "images_per_s": speed} for name, speed in (("none", 10.0), ("lowrank", 9.0))]
+    monkeypatch.setattr(bench, "run_bench", lambda *args, **options: rows)
+    out = tmp_path / "bench.json"
+    command = ["bench", "--device", "cpu", "--batch", "8", "--complements", "none,lowrank", *smaller, "--out", str(out)]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    text = out.with_suffix(".svg").read_text()
+    assert "Training on CPU, batch 8, bf16" in text
+    assert ("<!-- paper -->" in text) == beside

@@ -103,8 +103,11 @@ def bench(
     if out is not None:
         write_whole(out, json.dumps({"environment": environment(own), "rows": rows}, indent=1) + "\n")
         if importlib.util.find_spec("matplotlib"):
-            paper = {name: published_speed(f"cifar100_{name}_r{RANKS[name]}") for name in MAIN}
-            write_whole(figure, throughput(rows, {name: share for name, share in paper.items() if share}))
+            found = {name: published_speed(f"cifar100_{name}_r{RANKS[name]}") for name in MAIN}
+            same = base == configs.Model()  # otherwise the paper has nothing to set beside it
+            paper = {name: share for name, share in found.items() if share and same}
+            where = environment(own).get("gpu", "CPU")
+            write_whole(figure, throughput(rows, paper, f"Training on {where}, batch {batch}, {precision}"))
 
 
 def _split(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:

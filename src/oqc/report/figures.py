@@ -40,30 +40,34 @@ def accuracy_over_epochs(records: Sequence[Record]) -> str:
     return svg(figure)
 
 
-def throughput(rows: Sequence[dict[str, Any]], paper: Mapping[str, float]) -> str:
-    """Training throughput of each complement as a share of its host's, ours beside the paper's own share, by name."""
+def throughput(rows: Sequence[dict[str, Any]], paper: Mapping[str, float], title: str) -> str:
+    """Training throughput of each complement as a share of its host's, beside the paper's own share where there is one
+    to compare with."""
     from matplotlib.figure import Figure
 
     train = [row for row in rows if row["phase"] == "train" and row["host"] == "afbo"]
     groups = list(dict.fromkeys((row["backend"], row["mode"]) for row in train))
-    names = [name for name in paper if any(r["complement"] == name for r in train)]
+    names = list(dict.fromkeys(row["complement"] for row in train if row["complement"] != "none"))
     figure = Figure(figsize=(7.2, 3.6), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / (len(groups) + 1)
-    series = [("paper", {name: paper[name] for name in names})]
+    theirs = {name: paper[name] for name in names if name in paper}
+    series = [("paper", theirs)] if theirs else []
     for backend, mode in groups:
         speed = {r["complement"]: r["images_per_s"] for r in train if (r["backend"], r["mode"]) == (backend, mode)}
         ratios = {n: speed[n] / speed["none"] for n in names if n in speed and "none" in speed}
         if ratios:
-            series.append((f"ours, {backend}, {mode}: AFBO {speed['none'] / 1e3:.1f}k images/s", ratios))
+            series.append((f"ours, {backend}, {mode}: AFBO {speed['none']:,.0f} images/s", ratios))
     for i, (label, ratios) in enumerate(series):
         places = [names.index(name) + (i - (len(series) - 1) / 2) * width for name in ratios]
-        bars = axes.bar(places, list(ratios.values()), width, label=label, color=COLORS[-1] if i == 0 else COLORS[i])
+        color = COLORS[-1] if label == "paper" else COLORS[1 + i % (len(COLORS) - 2)]
+        bars = axes.bar(places, list(ratios.values()), width, label=label, color=color)
         axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
     axes.axhline(1, color=COLORS[0], linewidth=0.8)
     axes.set_xticks(range(len(names)), names)
     axes.set_ylim(0, 1.25)
     axes.set_ylabel("Throughput / AFBO alone")
+    axes.set_title(title, fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
     return svg(figure)
