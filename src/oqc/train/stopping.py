@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 
 from oqc.train.summary import Summary
+
+REPEAT = 1.0  # seconds in which the same signal is the same request: `timeout` and launchers send one twice
 
 
 @dataclass
@@ -53,16 +56,19 @@ class Diverged(Ended):
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """SIGINT and SIGTERM become a request to stop at the next step; a second one stops at once."""
-    request = StopRequest()
+    """SIGINT and SIGTERM become a request to stop at the next step; a second one stops at once, if it is
+    the other or comes more than `REPEAT` later."""
+    request, heard = StopRequest(), 0.0
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if request.signal is not None:
+        nonlocal heard
+        if not heard:
+            request.signal, heard = number, time.monotonic()
+        elif number != request.signal or time.monotonic() - heard > REPEAT:
             raise KeyboardInterrupt
-        request.signal = number
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
