@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiny_run import run_until, tiny_config, tiny_trainer
 
-from oqc.train import Trainer, load_weights
+from oqc.train import Summary, Trainer, load_weights, train_many
 from oqc.train.stopping import Stopped, StopRequest
 
 CONFIG = tiny_config({"mixup": 0.3}, epochs=3, precision="fp64", clip=0.5)
@@ -115,3 +115,25 @@ def _resumed(rank: int, folder: str) -> None:
     _join(rank, folder)
     tiny_trainer(CONFIG, Path(folder) / "run", resume=True).fit()
     _leave()
+
+
+def _signalled_between(rank: int, folder: str) -> None:
+    """Only rank 1 gets the signal, when nothing of the first run asks for one any more."""
+    _join(rank, folder)
+    finish = Trainer._finish
+
+    def signalled(self: Trainer) -> Summary:
+        if rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return finish(self)
+
+    Trainer._finish = signalled  # type: ignore[method-assign]
+    with pytest.raises(Stopped, match="1 further runs were not started") as end:
+        train_many([lambda: tiny_trainer(CONFIG)] * 2)
+    assert isinstance(end.value.outcomes[0], Summary)
+    _leave()
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_between_two_runs_stops_both(tmp_path: Path) -> None:
+    mp.spawn(_signalled_between, args=(str(tmp_path),), nprocs=2)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -208,6 +210,37 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(npz: Path, tmp_path: Path)
         _train_to(trainer, end)
     for name, value in resumed.step.state().items():
         assert torch.equal(value, whole.step.state()[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", ["0", "0,1"])
+def test_a_signal_to_one_rank_stops_both_in_order(npz: Path, tmp_path: Path, seeds: str) -> None:
+    run = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "oqc", "train", *options(npz, "--epochs", "100000", "--out", str(run))]
+    ranks = [
+        subprocess.Popen(
+            [*command, "--seeds", seeds],
+            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        while not any(path.stat().st_size for path in tmp_path.glob("run/**/metrics.jsonl")):
+            assert ranks[0].poll() is None, ranks[0].communicate()[1]
+            time.sleep(0.05)
+        ranks[1].send_signal(signal.SIGTERM)
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [143, 143], errors
+    assert re.search("stopped by SIGTERM after step .*oqc train --resume", errors[0])
+    assert ("1 further runs were not started" in errors[0]) is (seeds == "0,1")
 
 
 @pytest.mark.slow

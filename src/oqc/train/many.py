@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from oqc.train.numerics import preserved_generator
-from oqc.train.stopping import Diverged, Stopped, StopRequest, stop_on_signals
+from oqc.train.stopping import Diverged, Ended, Stopped, StopRequest, stop_on_signals
 from oqc.train.summary import Summary
 from oqc.train.trainer import Trainer
 
@@ -60,40 +60,41 @@ def _interleave(
     built: list[Trainer], make: Sequence[Callable[[], Trainer]], limit: int, stop: StopRequest
 ) -> list[Summary]:
     """Feeds up to `limit` runs in turn until all are done; `built` are the first of them, which exist already."""
-    done: dict[int, Summary] = {}
-    stopped: list[Stopped] = []
-    diverged: dict[int, Diverged] = {}
+    device = built[0].device
+    outcomes: dict[int, Summary | Ended] = {}
     active: dict[int, Generator[None, None, Summary]] = {}
     started = 0
-    while active or (started < len(make) and stop.signal is None):
-        while len(active) < limit and started < len(make) and stop.signal is None:
+    while True:
+        while len(active) < limit and started < len(make) and stop.heard(device) is None:
             trainer = built.pop(0) if built else make[started]()
             trainer.prepare()
             active[started] = trainer.run(stop)
             del trainer
             started += 1
+        if not active:
+            break
         for number, steps in list(active.items()):
             try:
                 next(steps)
             except StopIteration as end:
-                done[number] = end.value
-            except Stopped as error:
-                stopped.append(error)
-            except Diverged as error:
-                diverged[number] = error
+                outcomes[number] = end.value
+            except Ended as end:
+                outcomes[number] = end
             else:
                 continue
             del active[number]
-    if stop.signal is not None and len(done) < len(make):
-        step = max((error.step for error in stopped), default=0)
-        halt = Stopped(stop.signal, step, [f for error in stopped for f in error.folders], len(make) - started)
-        halt.outcomes = {**done, **diverged}
-        raise halt
-    if diverged:
-        first = diverged[min(diverged)]
-        first.outcomes = {**done, **diverged}
-        raise first
-    return [done[number] for number in sorted(done)]
+    signal = stop.heard(device)  # no process leaves before the first has saved: torchrun would end that one
+    stopped = [end for end in outcomes.values() if isinstance(end, Stopped)]
+    diverged = {number: end for number, end in outcomes.items() if isinstance(end, Diverged)}
+    if signal is not None and (stopped or started < len(make)):
+        step = max((end.step for end in stopped), default=0)
+        halt: Ended = Stopped(signal, step, [f for end in stopped for f in end.folders], len(make) - started)
+    elif diverged:
+        halt = diverged[min(diverged)]
+    else:
+        return [end for _, end in sorted(outcomes.items()) if isinstance(end, Summary)]
+    halt.outcomes = outcomes
+    raise halt
 
 
 def replay_rate(trainers: Sequence[Trainer], steps: int) -> float:

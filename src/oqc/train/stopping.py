@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
+import torch
+import torch.distributed as dist
+
 from oqc.train.summary import Summary
 
 REPEAT = 1.0  # seconds in which the same signal is the same request: `timeout` and launchers send one twice
@@ -20,6 +23,14 @@ REPEAT = 1.0  # seconds in which the same signal is the same request: `timeout` 
 @dataclass
 class StopRequest:
     signal: int | None = None
+
+    def heard(self, device: torch.device) -> int | None:
+        """The signal, whichever process it came to. All must ask, so none goes on before the others have come here."""
+        if not dist.is_initialized():
+            return self.signal
+        number = torch.tensor(self.signal or 0, device=device)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        return int(number) or None
 
 
 class Ended(RuntimeError):
