@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tiny_run import TinyNet, run_until, tiny_config, tiny_data, tiny_trainer
 from oqc.train import RunFolder, Trainer
 from oqc.train.environment import find_device
 from oqc.train.numerics import numerics
-from oqc.train.stopping import StopRequest
+from oqc.train.stopping import Stopped, StopRequest
 
 
 class Odd(TinyNet):
@@ -110,6 +111,19 @@ def test_a_kill_while_a_run_begins_leaves_a_folder_to_begin_in(
         if not folder.finished:
             assert tiny_trainer(folder=folder.path, resume=True).done in (0, 32)
     assert tiny_trainer(folder=folder.path, overwrite=(folder.path / "config.json").exists()).fit().steps == 32
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_signal_before_the_first_step_leaves_the_folder_as_it_was(tmp_path: Path, resume: bool) -> None:
+    """As while a model compiles."""
+    run_until(tiny_trainer(folder=tmp_path / "run"), 5, 15)
+    before = contents(tmp_path / "run")
+    trainer = tiny_trainer(folder=tmp_path / "run", resume=resume, overwrite=not resume)
+    trainer.prepare = lambda: signal.raise_signal(signal.SIGINT)  # type: ignore[method-assign]
+    with pytest.raises(Stopped, match="stopped by SIGINT after step") as end:
+        trainer.fit()
+    assert contents(tmp_path / "run") == before
+    assert end.value.folders == ([tmp_path / "run"] if resume else [])
 
 
 @pytest.mark.parametrize("closed", ["run", "run/checkpoints"])

@@ -172,6 +172,8 @@ class Trainer:
         """Trains to the end, giving way after each enqueued step and before reading an evaluation."""
         try:
             self.prepare()
+            if number := stop.heard(self.device):
+                raise Stopped(number, self.done, [self.folder] if self.folder and self._resumed else [])
             self._announce()  # last: what stood in the folder goes only when this run is ready to start
             saved = time.perf_counter()
             self._began = saved - self.seconds
