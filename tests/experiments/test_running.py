@@ -6,6 +6,7 @@ import functools
 import json
 import multiprocessing
 import re
+import signal
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from oqc.experiments.suites import run_of
 from oqc.models import counting
 from oqc.report.records import FIELDS, append_record, read_records, rows, speed_of
 from oqc.train.step import room_for_compiled_models
-from oqc.train.stopping import StopRequest
+from oqc.train.stopping import Stopped, StopRequest, stop_on_signals
 
 CPU = torch.device("cpu")
 TIMES = ("images_per_s", "images_per_s_alone", "seconds", "setup_seconds", "environment", "diverged")
@@ -171,6 +172,34 @@ def test_a_group_in_which_one_diverges_keeps_the_others(in_processes, alone, mon
         assert without_times(record) == expected | {"at_once": 2}
         assert ("diverged" in record) == (one == JOBS[2])
     assert builds.count(JOBS[1]) <= 2  # nothing is trained again: one to see how many fit, one to train
+
+
+class Signalling(running.Silent):
+    """Sends a signal at the first evaluation of a run."""
+
+    def evaluated(self, row):
+        if row["epoch"] == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_in_the_last_evaluation_ends_it_all(alone):
+    with stop_on_signals() as stop:
+        found = list(running._in_turn(iter(JOBS[:2]), JOBS[:2], CPU, stop, lambda job: Signalling(), True))
+    assert [one for one, _ in found] == JOBS[:1]
+    assert found[0][1]["best"] > 0
+    assert stop.signal == signal.SIGTERM
+
+
+def test_a_signal_leaves_the_records_of_those_in_a_group_that_ended(alone, monkeypatch):
+    monkeypatch.setattr(running, "GAIN", 0.0)
+    jobs = [JOBS[1], JOBS[2], job("cifar100_mlp", epochs=2)]
+    watch = {one: running.Silent() for one in jobs[:2]} | {jobs[2]: Signalling()}
+    found = []
+    with stop_on_signals() as stop, pytest.raises(Stopped, match="stopped by SIGTERM"):
+        found.extend(running._in_turn(iter(jobs), jobs, CPU, stop, watch.get, False))
+    assert [one for one, _ in found] == jobs[:2]
+    assert found[0][1]["best"] > 0
+    assert "diverged" in found[1][1]
 
 
 def test_a_finished_run_is_kept_without_its_mechanism(alone, monkeypatch):

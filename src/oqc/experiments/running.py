@@ -14,7 +14,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
@@ -28,7 +28,7 @@ from oqc.train import Diverged, Progress, Silent, Summary, Trainer, replay_rate,
 from oqc.train.environment import environment
 from oqc.train.many import GAIN, MEASURED
 from oqc.train.step import room_for_compiled_models
-from oqc.train.stopping import Ended, StopRequest
+from oqc.train.stopping import Ended, Stopped, StopRequest
 
 
 def train_jobs(
@@ -90,10 +90,9 @@ def _in_turn(
                     one.measure_alone()
             if stop.signal is not None:  # came while these were built
                 return
-            done = _train(group)
+            yield from _train(group, stop)
             group = []  # lets go of the graphs and their memory before the next ones are built
             gc.collect()
-            yield from done
             group = [build(job) for job in itertools.islice(jobs, 1)]
 
 
@@ -116,16 +115,22 @@ def _faster_together(first: Built, most: int) -> int:
     return len(trainers)
 
 
-def _train(group: list[Built]) -> list[Outcome]:
+def _train(group: list[Built], stop: StopRequest) -> Iterator[Outcome]:
+    """Those of a group that ended or diverged, where a signal ends the others too: `Stopped` comes after them."""
+    many, halt = len(group), None
     try:
-        found: Sequence[Summary | Ended] = train_many([functools.partial(_trainer, one) for one in group], len(group))
-    except Diverged as error:
-        found = [error.outcomes[number] for number in range(len(group))]
-    many = len(group)
-    return [
-        (one.job, one.record(end, at_once=many) if isinstance(end, Summary) else one.diverged(at_once=many))
-        for one, end in zip(group, found, strict=True)
-    ]
+        found = train_many([functools.partial(_trainer, one) for one in group], many, stop)
+        outcomes: Mapping[int, Summary | Ended] = dict(enumerate(found))
+    except (Diverged, Stopped) as error:
+        outcomes, halt = error.outcomes, error
+    for number, end in sorted(outcomes.items()):
+        one = group[number]
+        if isinstance(end, Summary):
+            yield one.job, one.record(end, at_once=many)
+        elif isinstance(end, Diverged):
+            yield one.job, one.diverged(at_once=many)
+    if isinstance(halt, Stopped):
+        raise halt
 
 
 def _trainer(built: Built) -> Trainer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -16,11 +17,14 @@ GAIN = 1.05  # one more run at once must give this much more images/s to be wort
 MEASURED = 20  # steps of each run in a measurement
 
 
-def train_many(make: Sequence[Callable[[], Trainer]], at_once: int | str = "auto") -> list[Summary]:
+def train_many(
+    make: Sequence[Callable[[], Trainer]], at_once: int | str = "auto", stop: StopRequest | None = None
+) -> list[Summary]:
     """Trains the runs that `make` builds, at most `at_once` at a time, each bit for bit as it would be alone.
 
     `auto` adds runs while bare steps of one more raise the total images/s. On the CPU runs go one after another.
-    A run that diverges lets the others finish; a signal saves all that are under way.
+    A run that diverges lets the others finish; a signal saves all that are under way. `stop` is the request of a caller
+    who hears signals already.
     """
     if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
         raise ValueError(f"at_once must be auto or 1 or more, got {at_once!r}")
@@ -28,7 +32,7 @@ def train_many(make: Sequence[Callable[[], Trainer]], at_once: int | str = "auto
         return []
     built = [make[0]()]
     device = built[0].device
-    with stop_on_signals() as stop, preserved_generator(device):
+    with nullcontext(stop) if stop else stop_on_signals() as stop, preserved_generator(device):
         limit = 1
         if device.type == "cuda":
             built[0].prepare()
