@@ -18,6 +18,7 @@ from oqc.experiments.running import train_jobs
 from oqc.experiments.suites import run_of
 from oqc.models import counting
 from oqc.report.records import FIELDS, append_record, read_records, rows, speed_of
+from oqc.train import many
 from oqc.train.step import room_for_compiled_models
 from oqc.train.stopping import Stopped, StopRequest, stop_on_signals
 
@@ -111,7 +112,7 @@ def test_a_run_that_diverges_keeps_the_epochs_before(alone, monkeypatch):
 
 
 def test_in_turn_in_this_process_it_is_the_same(in_processes, monkeypatch):
-    monkeypatch.setattr(running, "GAIN", 1e9)  # no gain is enough: one at a time
+    monkeypatch.setattr(many, "GAIN", 1e9)  # no gain is enough: one at a time
     found = in_turn(JOBS)
     assert list(found) == JOBS
     for one, record in found.items():
@@ -120,7 +121,7 @@ def test_in_turn_in_this_process_it_is_the_same(in_processes, monkeypatch):
 
 
 def test_side_by_side_where_that_is_faster(in_processes, alone, monkeypatch):
-    monkeypatch.setattr(running, "GAIN", 0.0)  # whatever is measured is a gain
+    monkeypatch.setattr(many, "GAIN", 0.0)  # whatever is measured is a gain
     found = in_turn(JOBS[:2])
     assert [record.pop("at_once") for record in found.values()] == [2, 2]
     assert all(record["images_per_s_alone"] > 0 for record in found.values())
@@ -130,8 +131,8 @@ def test_side_by_side_where_that_is_faster(in_processes, alone, monkeypatch):
 
 
 def test_beside_other_work_nothing_is_measured(alone, monkeypatch):
-    monkeypatch.setattr(running, "replay_rate", lambda *args: pytest.fail("measured a shared device"))
-    monkeypatch.setattr("oqc.experiments.job.replay_rate", running.replay_rate)
+    for module in ("oqc.train.many", "oqc.experiments.job"):
+        monkeypatch.setattr(f"{module}.replay_rate", lambda *args: pytest.fail("measured a shared device"))
     one, two = in_turn(JOBS[:2], shared=True).values()
     assert "images_per_s_alone" not in one.keys() | two.keys()
     assert one["at_once"] == two["at_once"] == 1
@@ -163,7 +164,7 @@ def test_in_turn_a_run_that_takes_too_long_ends_after_an_epoch(alone):
 
 
 def test_a_group_in_which_one_diverges_keeps_the_others(in_processes, alone, monkeypatch):
-    monkeypatch.setattr(running, "GAIN", 0.0)
+    monkeypatch.setattr(many, "GAIN", 0.0)
     builds = []
     monkeypatch.setattr(running, "Built", lambda *args: builds.append(args[0]) or Built(*args))
     found = in_turn(JOBS[1:])
@@ -191,7 +192,7 @@ def test_a_signal_in_the_last_evaluation_ends_it_all(alone):
 
 
 def test_a_signal_leaves_the_records_of_those_in_a_group_that_ended(alone, monkeypatch):
-    monkeypatch.setattr(running, "GAIN", 0.0)
+    monkeypatch.setattr(many, "GAIN", 0.0)
     jobs = [JOBS[1], JOBS[2], job("cifar100_mlp", epochs=2)]
     watch = {one: running.Silent() for one in jobs[:2]} | {jobs[2]: Signalling()}
     found = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_run import TinyNet, poison, run_until, tiny_config, tiny_data, tiny_trainer, without_times
 
-from oqc.train import Diverged, Evaluator, Silent, Status, Trainer, load_weights, replay_rate, train_many
+from oqc.train import Diverged, Evaluator, Silent, Status, Trainer, load_weights, many, replay_rate, train_many
 from oqc.train.folder import Row
 from oqc.train.numerics import DTYPES
 
@@ -132,6 +132,25 @@ def test_a_run_that_diverges_lets_the_others_finish(tmp_path: Path) -> None:
         train_many([bad, lambda: tiny_trainer(tiny_config(), tmp_path / "good")])
     assert (tmp_path / "good" / "summary.json").exists()
     assert not (tmp_path / "bad" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("building", [False, True])
+def test_as_many_run_at_once_as_have_memory(monkeypatch: pytest.MonkeyPatch, building: bool) -> None:
+    """The third has none, to be built or to run."""
+
+    def third() -> Trainer:
+        if building:
+            raise torch.OutOfMemoryError
+        return tiny_trainer()
+
+    def rate(trainers: list[Trainer], steps: int) -> float:
+        if len(trainers) == 3:
+            raise torch.OutOfMemoryError
+        return 100.0 * len(trainers)
+
+    monkeypatch.setattr(many, "replay_rate", rate)
+    trainers = [tiny_trainer()]
+    assert many.faster_together(trainers, [tiny_trainer, tiny_trainer, third]) == len(trainers) == 2
 
 
 def test_measuring_leaves_the_state_alone() -> None:

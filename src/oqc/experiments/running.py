@@ -24,9 +24,9 @@ import torch
 
 from oqc.experiments.job import Built, Job, Limited, Outcome, OutOfTime
 from oqc.report import Record
-from oqc.train import Diverged, Progress, Silent, Summary, Trainer, replay_rate, train_many
+from oqc.train import Diverged, Progress, Silent, Summary, Trainer, train_many
 from oqc.train.environment import environment
-from oqc.train.many import GAIN, MEASURED
+from oqc.train.many import faster_together
 from oqc.train.step import room_for_compiled_models
 from oqc.train.stopping import Ended, Stopped, StopRequest
 
@@ -80,9 +80,12 @@ def _in_turn(
     def build(job: Job) -> Built:
         return Built(job, device, watch(job))
 
+    def copy() -> Trainer:
+        return Built(group[0].job, device, Silent()).trainer
+
     with room_for_compiled_models(), _compiling_ahead(todo, device) as compiling:
         group = [build(job) for job in itertools.islice(jobs, 1)]
-        at_once = _faster_together(group[0], len(todo)) if group and not shared else 1
+        at_once = faster_together([group[0].trainer], [copy] * len(todo)) if group and not shared else 1
         while group:
             group += [build(job) for job in itertools.islice(jobs, at_once - len(group))]
             for one in group:
@@ -94,25 +97,6 @@ def _in_turn(
             group = []  # lets go of the graphs and their memory before the next ones are built
             gc.collect()
             group = [build(job) for job in itertools.islice(jobs, 1)]
-
-
-def _faster_together(first: Built, most: int) -> int:
-    """How many runs like the first are faster side by side than in turn, by bare steps of copies of it.
-
-    Measured once: where one run fills the GPU, a few seconds show it.
-    """
-    trainers, rate = [first.trainer], 0.0
-    while len(trainers) < most:
-        rate = rate or replay_rate(trainers, MEASURED)
-        try:
-            trainers.append(Built(first.job, first.trainer.device, Silent()).trainer)
-            more = replay_rate(trainers, MEASURED)
-        except torch.OutOfMemoryError:
-            more = 0.0
-        if more < GAIN * rate:
-            return max(1, len(trainers) - 1)
-        rate = more
-    return len(trainers)
 
 
 def _train(group: list[Built], stop: StopRequest) -> Iterator[Outcome]:

@@ -39,19 +39,21 @@ def train_many(
             if built[0].step.draws and len(make) > 1:  # graphs share the memory that holds the generator's seed
                 built[0].progress.note("the model draws random numbers (dropout): its seeds run one after another")
             else:
-                limit = at_once if isinstance(at_once, int) else _measure(built, make)
+                limit = at_once if isinstance(at_once, int) else faster_together(built, make)
         return _interleave(built, make, limit, stop)
 
 
-def _measure(built: list[Trainer], make: Sequence[Callable[[], Trainer]]) -> int:
-    """How many runs at once give the most images/s; appends the trainers it had to build on the way."""
-    limit, rate = 1, replay_rate(built, MEASURED)
+def faster_together(trainers: list[Trainer], make: Sequence[Callable[[], Trainer]]) -> int:
+    """How many runs at once give the most images/s, by bare steps; where one fills the GPU, a few seconds show it.
+    Appends to `trainers`, which are the first, those that it had to build."""
+    limit, rate = 1, 0.0
     while limit < len(make):
+        rate = rate or replay_rate(trainers, MEASURED)
         try:
-            built.append(make[limit]())
-            more = replay_rate(built, MEASURED)
+            trainers.append(make[limit]())
+            more = replay_rate(trainers, MEASURED)
         except torch.OutOfMemoryError:
-            del built[limit:]
+            del trainers[limit:]
             break
         if more < GAIN * rate:
             break
