@@ -98,6 +98,19 @@ def test_too_many_non_finite_steps_stop_with_a_usable_checkpoint(tmp_path: Path)
     assert again.fit().non_finite == trainer.done - 20
 
 
+@pytest.mark.parametrize("start", [24, 26])
+def test_a_run_that_diverged_is_no_success_when_resumed(tmp_path: Path, start: int) -> None:
+    """In its last step, after which none is left, or with fewer left than the limit."""
+    config = tiny_config(nan_limit=6)
+    for resume in (False, True, True):
+        trainer = tiny_trainer(config, tmp_path / "run", resume=resume)
+        trainer.pace.most = 1
+        poison(trainer, range(start, 32))
+        with pytest.raises(Diverged, match=r"\d steps in a row"):
+            trainer.fit()
+        assert not (tmp_path / "run" / "summary.json").exists()
+
+
 def test_non_finite_steps_below_the_limit_are_counted() -> None:
     trainer = tiny_trainer(tiny_config(nan_limit=3))
     poison(trainer, [1, 2, 9, 10, 31])

@@ -27,7 +27,7 @@ from oqc.train.folder import Row, RunFolder
 from oqc.train.numerics import DTYPES, autocast, numerics, preserved_generator
 from oqc.train.optim import learning_rate
 from oqc.train.progress import Progress, Silent, Status
-from oqc.train.step import BAD, CORRECT, IMAGES, LONGEST, LOOK, LOSS, ROW, STOP, Step, can_compile, resolve_mode
+from oqc.train.step import BAD, CORRECT, IMAGES, LONGEST, LOOK, LOSS, STOP, Step, can_compile, resolve_mode
 from oqc.train.stopping import Diverged, Stopped, StopRequest, stop_on_signals
 from oqc.train.summary import Summary, best_row, summarise
 from oqc.train.watch import Mailbox, Pace, Stopwatch
@@ -174,6 +174,8 @@ class Trainer:
             self.prepare()
             if number := stop.heard(self.device):
                 raise Stopped(number, self.done, [self.folder] if self.folder and self._resumed else [])
+            if (row := int(self.step.stats[LONGEST])) >= self.config.train.nan_limit:
+                raise Diverged(row, self.done, self.folder)
             self._announce()  # last: what stood in the folder goes only when this run is ready to start
             saved = time.perf_counter()
             self._began = saved - self.seconds
@@ -326,10 +328,11 @@ class Trainer:
         stats = tensors["train.stats"]
         if self.rank > 0:
             stats[: IMAGES + 1] = 0
-        if stats[LONGEST] >= self.config.train.nan_limit:
-            stats[ROW] = stats[LONGEST] = 0
-        self.step.load(tensors)
         self.done = record["step"]
+        limit = self.config.train.nan_limit
+        if stats[LONGEST] >= limit and self.done < self.total:  # the first step shows whether it goes on diverging
+            stats[LONGEST] = limit - 1
+        self.step.load(tensors)
         for name in RECORDED:
             setattr(self, name, record[name])
 
