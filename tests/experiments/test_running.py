@@ -7,13 +7,15 @@ import json
 import multiprocessing
 import re
 import signal
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
 
 from oqc.config import Run, from_dict
 from oqc.experiments import running
-from oqc.experiments.job import Built, Job, OutOfTime
+from oqc.experiments.job import Built, Job, Limited, OutOfTime
 from oqc.experiments.running import train_jobs
 from oqc.experiments.suites import run_of
 from oqc.models import counting
@@ -161,6 +163,37 @@ def test_in_turn_a_run_that_takes_too_long_ends_after_an_epoch(alone):
     limited = functools.partial(running._limited, running.Silent())
     with pytest.raises(OutOfTime, match="it would take about"):
         list(running._in_turn(iter(long), long, CPU, StopRequest(), lambda job: limited(job, 1e-3), False))
+
+
+def test_in_turn_too_little_time_for_a_run_keeps_one_that_diverged_before(alone):
+    watch = {JOBS[2]: running.Silent(), JOBS[1]: Limited(running.Silent(), 1000, 1e-3)}
+    found = running._in_turn(iter(watch), list(watch), CPU, StopRequest(), watch.get, True)
+    assert [one for one, _ in found] == JOBS[2:]
+
+
+def test_a_record_that_comes_with_the_news_of_a_killed_worker_is_kept(monkeypatch):
+    class Ended(Future):
+        number = 0
+
+        def __hash__(self):
+            return self.number  # the order in a set
+
+    class Pool(contextlib.nullcontext):
+        def submit(self, work, job, limit):
+            ended = Ended()
+            if job == JOBS[0]:
+                ended.set_exception(BrokenProcessPool())
+            else:
+                ended.number = 1
+                ended.set_result({"best": 1.0})
+            return ended
+
+    monkeypatch.setattr(running, "ProcessPoolExecutor", lambda *args, **options: Pool(Pool()))
+    outcomes = train_jobs(JOBS[:2], CPU, StopRequest(), workers=2)
+    kept, record = next(outcomes)
+    assert (kept, record["best"]) == (JOBS[1], 1.0)
+    with pytest.raises(ChildProcessError, match=f"the process of {JOBS[0]} was killed"):
+        next(outcomes)
 
 
 def test_a_group_in_which_one_diverges_keeps_the_others(in_processes, alone, monkeypatch):

@@ -86,6 +86,7 @@ def _in_turn(
     with room_for_compiled_models(), _compiling_ahead(todo, device) as compiling:
         group = [build(job) for job in itertools.islice(jobs, 1)]
         at_once = faster_together([group[0].trainer], [copy] * len(todo)) if group and not shared else 1
+        any_ended = False
         while group:
             group += [build(job) for job in itertools.islice(jobs, at_once - len(group))]
             for one in group:
@@ -93,7 +94,14 @@ def _in_turn(
                     one.measure_alone()
             if stop.signal is not None:  # came while these were built
                 return
-            yield from _train(group, stop)
+            try:
+                for outcome in _train(group, stop):
+                    any_ended = True
+                    yield outcome
+            except OutOfTime:
+                if not any_ended:
+                    raise
+                return
             group = []  # lets go of the graphs and their memory before the next ones are built
             gc.collect()
             group = [build(job) for job in itertools.islice(jobs, 1)]
@@ -172,7 +180,8 @@ def _in_processes(
                     if late is not None and not any_ended:
                         raise late
                     return
-                for future in wait(under_way, timeout=0.5, return_when=FIRST_COMPLETED).done:
+                ended = wait(under_way, timeout=0.5, return_when=FIRST_COMPLETED).done
+                for future in sorted(ended, key=lambda one: one.exception() is not None):  # records come first
                     job = under_way.pop(future)
                     try:
                         found = future.result()
