@@ -196,6 +196,14 @@ def test_a_record_that_comes_with_the_news_of_a_killed_worker_is_kept(monkeypatc
         next(outcomes)
 
 
+def test_as_many_processes_as_cores_that_this_one_may_use(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 5, 7}, raising=False)
+    assert (running.cpu_workers(None), running.cpu_workers(2)) == (3, 2)
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert running.cpu_workers(None) == 8
+
+
 def test_a_group_in_which_one_diverges_keeps_the_others(in_processes, alone, monkeypatch):
     monkeypatch.setattr(many, "GAIN", 0.0)
     builds = []

@@ -155,11 +155,13 @@ def _compile(jobs: Sequence[Job], device: torch.device) -> None:
             gc.collect()
 
 
-# On a CPU: a process a run, as many as there are cores; models this small gain nothing from more threads.
+# On a CPU: a process a run, as many as there are cores for us; models this small gain nothing from more threads.
 
 
 def cpu_workers(given: int | None) -> int:
-    return given or os.cpu_count() or 1
+    if given:
+        return given
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_processes(
