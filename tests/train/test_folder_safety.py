@@ -211,6 +211,21 @@ def test_the_best_of_a_step_that_was_never_saved_goes(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints.glob("best-*.json")] == ["best-000000008.json"]
 
 
+def test_a_best_from_beyond_a_damaged_checkpoint_goes_when_there_is_another(tmp_path: Path) -> None:
+    """Until then it is the only one: those before it went when it was written."""
+    run_until(tiny_trainer(folder=tmp_path / "run"), 9, 15)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for path in checkpoints.glob("best-000000008.*"):
+        path.rename(path.with_stem("best-000000032"))
+    resumed = tiny_trainer(folder=tmp_path / "run", resume=True)
+    resumed.history[0]["test_accuracy"] = 0.0  # the next one is better
+    run_until(resumed, 12, 15)
+    assert [path.name for path in checkpoints.glob("best-*.json")] == ["best-000000032.json"]
+    resumed = tiny_trainer(folder=tmp_path / "run", resume=True)
+    run_until(resumed, 17, 15)
+    assert [path.name for path in checkpoints.glob("best-*.json")] == ["best-000000016.json"]
+
+
 @pytest.mark.parametrize("name", ["meta", "xpu", "cuda:99", "gpu"])
 def test_devices_that_are_not_there_are_named(name: str) -> None:
     with pytest.raises(ValueError, match="device"):

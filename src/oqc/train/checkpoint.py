@@ -82,9 +82,15 @@ def read_newest(folder: Path, kind: str = "step") -> tuple[str, dict[str, Tensor
     return None
 
 
-def prune(folder: Path) -> None:
-    """Removes all but the newest two, the best, and whatever is not ours; JSON first, so that none is left half."""
-    keep = {*names(folder, "step")[:KEPT], *names(folder, "best")[:1]}
+def prune(folder: Path, steps: set[int]) -> None:
+    """Removes all but the newest two, the best, and whatever is not ours; JSON first, so that none is left half.
+
+    The best is one of these steps, the run's evaluations, if any is: a kill may have come before a later one was saved,
+    or what was saved may be damaged, and a run that goes on elsewhere may not come by the same weights again.
+    """
+    best = names(folder, "best")
+    ours = [name for name in best if int(name.removeprefix("best-")) in steps]
+    keep = {*names(folder, "step")[:KEPT], *(ours or best)[:1]}
     for path, found in _files(folder):
         if found["name"] not in keep or found["partial"]:
             path.unlink()
@@ -104,16 +110,6 @@ def _files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
     return [(path, match) for path, match in found if match]
 
 
-def drop_best(folder: Path, steps: set[int]) -> None:
-    """Removes what was the best of a step that is not among these, where there is one that is: a kill may have come
-    before that step was saved, and a run that goes on elsewhere may not come by the same weights again."""
-    found = names(folder, "best")
-    strange = [name for name in found if int(name.removeprefix("best-")) not in steps]
-    for name in strange if len(strange) < len(found) else ():
-        for suffix in ("json", "safetensors"):
-            (folder / f"{name}.{suffix}").unlink(missing_ok=True)
-
-
 class Writer:
     """Writes checkpoints in a thread of its own, one at a time; `wait` raises what went wrong there."""
 
@@ -131,7 +127,7 @@ class Writer:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, tensors in checkpoints.items():
             write(self.folder, name, tensors, record)
-        prune(self.folder)
+        prune(self.folder, {row["step"] for row in record["history"]})
 
     def wait(self) -> None:
         if self._pending is not None:

@@ -39,7 +39,6 @@ class Recorder:
             if self.folder.finished or newest_of(self.folder) != self._newest:
                 raise ValueError(f"another process has gone on with {self.folder.path} meanwhile; look at it again")
             self.folder.add_environment(environment)
-            checkpoint.drop_best(self.folder.checkpoints, {row["step"] for row in history})
         self.folder.rewrite_metrics(history)
         if self.tensorboard:
             self._board = _tensorboard(self.folder.path, history[-1]["step"] + 1 if history else 0)
