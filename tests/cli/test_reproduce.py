@@ -56,8 +56,9 @@ def test_all_suites_on_digits_in_under_five_minutes(whole):
     assert seconds < 300
     found = content(cwd / "results" / "digits")
     assert set(found) == {(name, 0) for name in SUITES["all"]}
-    assert "all on digits: 32 runs, 0 done" in out
-    assert "[32/32]" in out
+    total = len(SUITES["all"])
+    assert f"all on digits: {total} runs, 0 done" in out
+    assert f"[{total}/{total}]" in out
     assert "left" in out
     assert all(name in out for name in SUITES["all"])
     assert "\x1b" not in out  # plain lines when not a terminal

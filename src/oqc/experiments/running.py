@@ -92,6 +92,7 @@ def _in_turn(
             for one in group:
                 if not shared and not compiling():  # which would share the device
                     one.measure_alone()
+            del one  # its memory is for the next group
             if stop.signal is not None:  # came while these were built
                 return
             try:
