@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 
 import oqc
 import oqc_start
+from oqc.cli.demo import _free_folder
+from oqc.train import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,3 +119,25 @@ def test_demo_end_to_end(tmp_path):
     assert "<svg" in page
     assert "OQC-dynamic" in page
     assert run("demo", "--out", "runs/demo", cwd=tmp_path).returncode == 2
+
+
+def test_demos_that_start_at_once_share_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [str(_free_folder(None)) for _ in range(3)] == ["runs/demo", "runs/demo-2", "runs/demo-3"]
+    with RunFolder(tmp_path / "mine").held():
+        result = run("demo", "--out", "mine", "--seeds", "1", "--epochs", "1", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (2, "error: another process is training in mine\n")
+    assert _free_folder(Path("mine")) == Path("mine")  # nothing came of the one that was there
+    (tmp_path / "mine" / "runs.jsonl").touch()
+    with pytest.raises(ValueError, match="--out mine exists and is not an empty folder"):
+        _free_folder(Path("mine"))
+
+
+def test_a_demo_that_is_stopped_says_so(tmp_path):
+    command = [sys.executable, "-m", "oqc", "demo", "--seeds", "1", "--epochs", "500", "--out", "here"]
+    process = subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert "5 models x 1 seed" in process.stdout.readline()
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "stopped by SIGINT; no run had ended\n")

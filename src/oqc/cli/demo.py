@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import time
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,8 @@ from oqc.experiments import demo as experiment
 from oqc.files import check_folder
 from oqc.report import Record, rows, table
 from oqc.report.markdown import plural
+from oqc.train import RunFolder
+from oqc.train.stopping import stop_on_signals
 
 
 def demo(
@@ -46,8 +49,12 @@ def demo(
             highlight=False,
         )
 
-    with bar:
-        records = experiment.run_demo(folder, seeds=range(seeds), epochs=epochs, on_end=end)
+    with RunFolder(folder).held(), stop_on_signals() as stop, bar:
+        records = experiment.run_demo(folder, seeds=range(seeds), epochs=epochs, on_end=end, stop=stop)
+    if stop.signal is not None:
+        kept = f"{len(done)} of {total} runs are in {folder / experiment.RESULTS}" if done else "no run had ended"
+        typer.echo(f"stopped by {signal.Signals(stop.signal).name}; {kept}", err=True)
+        raise typer.Exit(128 + stop.signal)
     print_table(records)
     from oqc.report.page import write_page
 
@@ -86,10 +93,21 @@ def _need(*packages: str) -> None:
 
 
 def _free_folder(out: Path | None) -> Path:
+    """Where nothing is yet. Of two demos that start at once each makes a folder of its own; where both were given the
+    same one, the lock in it decides."""
     if out is not None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - {".lock"}):
             raise ValueError(f"--out {out} exists and is not an empty folder")
         check_folder("--out", out)
         return out
-    candidates = (Path("runs") / (f"demo-{n}" if n > 1 else "demo") for n in range(1, 10_000))
-    return next(path for path in candidates if not path.exists())
+    runs = Path("runs")
+    check_folder("runs", runs)
+    runs.mkdir(exist_ok=True)
+    number = 1
+    while True:
+        try:
+            path = runs / (f"demo-{number}" if number > 1 else "demo")
+            path.mkdir()
+            return path
+        except FileExistsError:
+            number += 1

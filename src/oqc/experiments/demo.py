@@ -14,10 +14,10 @@ from oqc.experiments.digits import on_digits
 from oqc.experiments.job import Job
 from oqc.experiments.protocol import DIGITS_DATA, DIGITS_TRAIN
 from oqc.experiments.running import train_jobs
+from oqc.experiments.suites import RESULTS
 from oqc.report import Record, append_record
 from oqc.train.stopping import StopRequest
 
-RESULTS = "runs.jsonl"
 EPOCHS = DIGITS_TRAIN.epochs
 VARIANTS = {
     "AFBO+PR": presets.cifar100_afbo,
@@ -35,21 +35,22 @@ def run_demo(
     epochs: int = EPOCHS,
     workers: int | None = None,
     on_end: Callable[[Record], None] = lambda record: None,
+    stop: StopRequest | None = None,
 ) -> list[Record]:
     """Trains every variant with every seed on the CPU and appends a record of each to `out`/runs.jsonl as it ends.
 
-    Returned in the order of the variants.
+    Returned in the order of the variants; of a demo that was stopped, those there are.
     """
     load(DIGITS_DATA)  # verified and packed before the workers ask for it
     jobs = [_job(variant, seed, epochs) for variant in VARIANTS for seed in seeds]
     found: dict[Job, Record] = {}
-    for job, record in train_jobs(jobs, torch.device("cpu"), StopRequest(), workers=workers):
+    for job, record in train_jobs(jobs, torch.device("cpu"), stop or StopRequest(), workers=workers):
         if "diverged" in record:
             raise ValueError(f"{job}: diverged in epoch {record['diverged']['epoch']}")
         append_record(out / RESULTS, record)
         on_end(record)
         found[job] = record
-    return [found[job] for job in jobs]
+    return [found[job] for job in jobs if job in found]
 
 
 def _job(variant: str, seed: int, epochs: int) -> Job:
