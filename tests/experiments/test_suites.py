@@ -235,7 +235,7 @@ def test_the_time_left_is_told(runs, tmp_path):
     assert told[3] == (2, 4, 2.0)  # two runs of a second each, by the file
     reproduce("vit-tiny", tmp_path, seeds=4, watch=Listening(), workers=2, **TINY)
     assert told[6] == (4, 8, 2.0)  # four, two at the same time
-    assert told[7] == 1.5  # however long this process took to start
+    assert told[7] == 2.0  # three: two, then one; however long this process took to start
     json.dumps(told)
 
 
@@ -265,6 +265,26 @@ def test_runs_side_by_side_are_not_counted_twice():
     earlier = [made_up(job, 100.0) | {"at_once": 2} for job in jobs[:2]]
     assert suites._Clock(earlier).left(jobs[2:]) == 100.0
     assert suites._Clock(earlier).expected(jobs[2]) == 100.0  # from the start of one to its end
+
+
+def test_the_time_left_on_a_cpu_is_that_of_the_process_that_ends_last():
+    jobs = suites.plan("vit-tiny", 2, "digits", 1)
+    clock = suites._Clock([made_up(jobs[0], 100.0)], 8)
+    assert (clock.left(jobs[:1]), clock.left(jobs), clock.left([])) == (100.0, 100.0, 0.0)
+    assert suites._Clock([made_up(jobs[0], 100.0)], 3).left(jobs) == 200.0
+    clock = suites._Clock([made_up(jobs[0], 100.0), made_up(jobs[1], 10.0)], 2)  # one preset takes longer
+    assert (clock.left(jobs), clock.left(jobs[:3])) == (110.0, 110.0)
+
+
+def test_runs_that_diverged_took_their_time_too(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(suites.time, "monotonic", lambda: now)
+    jobs = suites.plan("vit-tiny", 2, "digits", 1)
+    clock = suites._Clock([])
+    clock.add(diverged(jobs[0], 500.0))
+    clock.add(made_up(jobs[1], 100.0))
+    now = 660.0  # a tenth more than the runs took
+    assert clock.left(jobs[2:3]) == pytest.approx(110.0)
 
 
 def test_a_time_too_short_for_one_run_is_told_after_an_epoch(tmp_path):

@@ -7,6 +7,7 @@ in whichever suite it is; so a suite can be stopped at any time and goes on from
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import os
 import statistics
@@ -164,7 +165,7 @@ def reproduce(
         for record in records.values():
             _check_protocol(record, path, data, epochs)
         todo = [_with_root(job, data_dir) for job in jobs if (job.preset, job.seed) not in records]
-        side_by_side = min(cpu_workers(workers), len(todo)) if own.type == "cpu" else None
+        side_by_side = cpu_workers(workers) if own.type == "cpu" else None
         clock, signal = _Clock(finished(records.values()), side_by_side), None
         if todo:
             _load(todo[0].run)
@@ -261,10 +262,11 @@ class _Clock:
         self.side_by_side = side_by_side  # how many at the same time, where that is known from the start
         self.earlier = [r for r in earlier if is_timed(r)] or [r for r in earlier if "seconds" in r]
         self.own = list[Record]()
-        self.began = time.monotonic()
+        self.began, self.shares = time.monotonic(), 0.0
 
     def add(self, record: Record) -> None:
         self.own += finished([record])
+        self.shares += _share(record)  # of one that diverged too, which took its time
 
     def expected(self, job: Job) -> float | None:
         """Of one run, set-up included: the median of its preset, else of all; None where nothing is known."""
@@ -280,11 +282,14 @@ class _Clock:
         if not (self.own or self.earlier):
             return None
         if self.side_by_side:
-            return sum(self.expected(job) or 0.0 for job in todo) / self.side_by_side
+            ends = [0.0] * min(self.side_by_side, len(todo))  # of the processes: the first that is free takes the next
+            for job in todo:
+                heapq.heapreplace(ends, ends[0] + (self.expected(job) or 0.0))
+            return max(ends, default=0.0)
         total = sum(statistics.median(map(_share, self._like(job))) for job in todo)
         if not self.own:
             return total
-        return total * (time.monotonic() - self.began) / sum(map(_share, self.own))
+        return total * (time.monotonic() - self.began) / self.shares
 
 
 def _spent(record: Record) -> float:
