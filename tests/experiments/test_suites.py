@@ -136,6 +136,9 @@ def test_mistakes_show_before_anything_runs(runs, tmp_path):
         reproduce("table1", out, data="cifar10")
     with pytest.raises(ValueError, match="seeds must be more than 0"):
         reproduce("table1", out, seeds=0)
+    for minutes in (float("nan"), float("inf"), -1):
+        with pytest.raises(ValueError, match=f"--minutes must be 0 or more and finite, got {minutes}"):
+            reproduce("table1", out, minutes=minutes, **TINY)
     with pytest.raises(ValueError, match=r"--data-dir must be .* of cifar100, got .*nowhere, which does not exist"):
         reproduce("table1", out, data_dir=tmp_path / "nowhere")
     assert not out.exists()

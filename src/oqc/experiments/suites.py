@@ -152,6 +152,8 @@ def reproduce(
     """
     began, watch, own = time.monotonic(), watch or Unwatched(), find_device(device)
     jobs = plan(suite, seeds, data, epochs)
+    if minutes is not None:
+        configs.check_not_negative("--minutes", minutes)
     if data_dir is not None and data == "digits":
         raise ValueError(f"--data-dir is for cifar100, the digits come with scikit-learn; got {data_dir}")
     if data_dir is not None and not data_dir.exists():
