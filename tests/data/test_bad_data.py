@@ -274,6 +274,20 @@ def test_npz_damaged_inside_or_of_another_form(tmp_path: Path, untouched: Untouc
     assert untouched()
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [(8, 99, "compression method is not supported"), (6, 1, "is encrypted"), (4, 200, "zip file version")],
+)
+def test_npz_that_asks_for_what_zipfile_has_not(place: int, value: int, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.npz"
+    np.savez(path, x_train=np.zeros((3, 4, 4), np.uint8))
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 2 + place] = value  # in the directory at the end, by the offsets of a file's header
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"own\.npz can't be read as \.npz: .*{why}"):
+        load(Data(name=str(path)))
+
+
 def test_hidden_files_and_links_that_lead_nowhere_are_not_images(tmp_path: Path) -> None:
     plain, strange = tmp_path / "plain", tmp_path / "strange"
     for folder in (plain, strange):

@@ -71,6 +71,50 @@ def test_damaged_manifest(text: str, digits: Path) -> None:
         load(Data(name="digits"))
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("name",), 1),
+        (("source",), None),
+        (("image_size",), "8"),
+        (("classes",), 10),
+        (("classes", 0), 0),
+        (("mean",), 0.5),
+        (("mean",), []),
+        (("std", 0), "x"),
+        (("arrays",), []),
+        (("arrays",), {}),
+        (("arrays", "test_labels"), 359),
+        (("arrays", "test_labels"), {}),
+        (("arrays", "train_images", "shape"), []),
+        (("arrays", "train_images", "shape", 0), None),
+        (("arrays", "train_images", "bytes"), "x"),
+        (("arrays", "train_images", "sha256"), None),
+        (("digest",), 1),
+    ],
+)
+def test_manifest_with_a_value_of_another_kind(path: tuple[str | int, ...], value: object, digits: Path) -> None:
+    file = digits / "manifest.json"
+    manifest = inner = json.loads(file.read_text())
+    for part in path[:-1]:
+        inner = inner[part]
+    inner[path[-1]] = value
+    file.write_text(json.dumps(manifest))
+    for use in (pack.read_manifest, pack.verify, pack.load):
+        with pytest.raises(ValueError, match=r"manifest\.json is damaged: it is no manifest of format 1"):
+            use(digits)
+
+
+@pytest.mark.parametrize(("old", "new"), [(b"}", b"\x80"), (b"|u1", b"|i1")])
+def test_damaged_header(old: bytes, new: bytes, digits: Path) -> None:
+    file = digits / "train_images.npy"
+    file.write_bytes(file.read_bytes().replace(old, new, 1))
+    for use in (pack.verify, pack.load):
+        with pytest.raises(ValueError, match=r"train_images\.npy is damaged: it(s header| holds int8)") as caught:
+            use(digits)
+        assert "\n" not in str(caught.value)
+
+
 def test_a_failed_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch, untouched: Callable[[], bool]) -> None:
     def full(*args: object) -> None:
         raise OSError("disk full")

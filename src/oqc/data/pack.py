@@ -23,7 +23,6 @@ from oqc.data.raw import Raw, check, moments
 
 FORMAT = 1
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
-KEYS = {"format", "name", "source", "image_size", "classes", "mean", "std", "arrays", "digest"}
 STALE = 24 * 3600  # seconds after which a temporary folder belongs to a process that was killed
 
 
@@ -119,9 +118,36 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _damaged(file, f"it can't be read ({error})") from None
-    if not isinstance(manifest, dict) or not manifest.keys() >= KEYS or manifest["format"] != FORMAT:
+    if not _is_manifest(manifest):
         raise _damaged(file, f"it is no manifest of format {FORMAT}")
     return manifest
+
+
+def _is_manifest(found: Any) -> bool:
+    """Whether it holds what `write` puts there."""
+    match found:
+        case {
+            "format": number,
+            "name": str(),
+            "source": str(),
+            "image_size": int() | None,
+            "classes": [*classes],
+            "mean": [*mean],
+            "std": [*std],
+            "arrays": dict(arrays),
+            "digest": str(),
+        } if number == FORMAT and all(_is_entry(key, arrays.get(key)) for key in ARRAYS):
+            channels = arrays["train_images"]["shape"][1]
+            moments = all(isinstance(one, (int, float)) for one in (*mean, *std))
+            return moments and len(mean) == len(std) == channels and all(isinstance(name, str) for name in classes)
+    return False
+
+
+def _is_entry(key: str, found: Any) -> bool:
+    match found:
+        case {"shape": [*shape], "bytes": int(), "sha256": str()}:
+            return len(shape) == (4 if key.endswith("images") else 1) and all(isinstance(side, int) for side in shape)
+    return False
 
 
 def checksum(file: Path, kind: str) -> str:
@@ -130,7 +156,7 @@ def checksum(file: Path, kind: str) -> str:
 
 
 def _save(file: Path, array: np.ndarray) -> dict[str, Any]:
-    array = np.ascontiguousarray(array, dtype=np.uint8 if array.ndim == 4 else np.int64)
+    array = np.ascontiguousarray(array, dtype=_kind(file.stem))
     with file.open("wb") as out:
         np.save(out, array, allow_pickle=False)
         _sync(out)
@@ -144,11 +170,17 @@ def _map(folder: Path, key: str, manifest: dict[str, Any]) -> np.ndarray:
         raise _damaged(file, f"it has {size} bytes, the manifest says {entry['bytes']}")
     try:
         array = np.load(file, mmap_mode="c", allow_pickle=False)
-    except ValueError as error:
-        raise _damaged(file, f"it can't be read ({error})") from None
+    except Exception:  # a damaged header can fail in any way
+        raise _damaged(file, "its header can't be read") from None
     if list(array.shape) != entry["shape"]:
         raise _damaged(file, f"its shape is {list(array.shape)}, the manifest says {entry['shape']}")
+    if array.dtype != _kind(key):
+        raise _damaged(file, f"it holds {array.dtype}, not {np.dtype(_kind(key))}")
     return array
+
+
+def _kind(key: str) -> type[np.generic]:
+    return np.uint8 if key.endswith("images") else np.int64
 
 
 def _damaged(file: Path, what: str) -> ValueError:
