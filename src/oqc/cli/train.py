@@ -316,6 +316,6 @@ def _read_image(path: Path, model: Model) -> torch.Tensor:
     try:
         with Image.open(path) as image:
             pixels = np.array(fit(eight_bit(image).convert(COLOURS[model.channels]), model.image_size))
-    except (OSError, SyntaxError) as error:
+    except Exception as error:  # on damaged files the decoders fail in many ways
         raise ValueError(f"{path} cannot be read as an image: {error}") from None
     return torch.from_numpy(pixels).reshape(model.image_size, model.image_size, -1).permute(2, 0, 1)
