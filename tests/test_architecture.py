@@ -18,7 +18,7 @@ ALLOWED = {
     "ops": {"config"},
     "nn": {"config", "ops"},
     "models": {"config", "seeding", "nn", "ops"},
-    "data": {"config", "seeding"},
+    "data": {"config", "files", "seeding"},
     "train": {"config", "files", "seeding", "data", "ops"},
     "integrations": {"config", "files", "seeding", "models", "nn", "ops"},
     "analysis": {"config", "data", "models", "nn", "ops", "train"},

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and whether they could be."""
+"""Files that are written whole or not at all, whether they could be, and paths as a user gives them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def expanded(what: str, path: str) -> Path:
+    """The path that is given as `what`, with the home folder that it may begin with in place of its `~`."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        home = Path(path).parts[0]
+        raise ValueError(f"{what} must be a path, got {path!r}, but there is no home folder {home}") from None
 
 
 def check_folder(what: str, folder: Path) -> None:

@@ -167,6 +167,9 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert pack.cache() == Path("/somewhere/oqc")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert pack.cache() == Path.home() / ".cache" / "oqc"
+    monkeypatch.setenv("OQC_DATA", "~nobody-here/x")
+    with pytest.raises(ValueError, match="OQC_DATA must be a path, got '~nobody-here/x', but there is no home folder"):
+        pack.cache()
 
 
 def test_moments_are_exact_over_chunks() -> None:

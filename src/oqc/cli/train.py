@@ -22,6 +22,7 @@ from oqc import ops
 from oqc.config import Data, Model, Run
 from oqc.data import Dataset, load
 from oqc.data.images import eight_bit, fit
+from oqc.files import expanded
 from oqc.models import create_model, model_config
 from oqc.train import (
     Display,
@@ -189,7 +190,7 @@ def resolve(preset: str | None, model: str | None, changes: list[str]) -> Run:
         ends += AUGMENT.get(data.name, [])
     place = "data.root" if data.root is not None else "data.name" if data.name not in SHAPES else None
     if place is not None:  # found again from any folder
-        changes = [*changes, f"{place}={Path(data.root or data.name).expanduser().absolute()}"]
+        changes = [*changes, f"{place}={expanded(place, data.root or data.name).absolute()}"]
     run = configs.override(run, ends + changes)
     if run.train.seed < 0:
         raise ValueError(f"train.seed must be 0 or more, got {run.train.seed}")

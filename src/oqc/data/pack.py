@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from oqc.data.raw import Raw, check, moments
+from oqc.files import expanded
 
 FORMAT = 1
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
@@ -29,7 +30,7 @@ STALE = 24 * 3600  # seconds after which a temporary folder belongs to a process
 def cache() -> Path:
     """Where packs and downloads lie: OQC_DATA, or `oqc` in the user's cache folder."""
     if given := os.environ.get("OQC_DATA"):
-        return Path(given).expanduser()
+        return expanded("OQC_DATA", given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oqc"
 
 
@@ -98,7 +99,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 def find(name: str = "") -> Iterator[Path]:
     """The packs of this name, or those made from this file or folder; every pack when it is empty."""
-    path = Path(name).expanduser().resolve()
+    path = expanded("data name", name).resolve()
     for folder in sorted(packs().glob("[!.]*-*")):
         named = not name or folder.name.rpartition("-")[0] == name
         if named or (path.exists() and _source_of(folder) == str(path)):

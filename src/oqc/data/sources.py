@@ -16,6 +16,7 @@ from oqc.data import arrays, cifar, folders, images, pack
 from oqc.data.archives import Files, open_archive, open_folder
 from oqc.data.download import download
 from oqc.data.raw import Raw
+from oqc.files import expanded
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,11 @@ def _source(name: str, root: str | None, image_size: int | None) -> Source:
         if root is not None:
             raise ValueError(f"root is not for digits, which come with scikit-learn; got {root}")
         return Source(name, "scikit-learn", {}, arrays.read_digits)
-    base = Path(root or "").expanduser()
+    base = expanded("root", root or "")
     if name in OFFICIAL:
         path, read = _locate(OFFICIAL[name], base)
     else:
-        path = base / Path(name).expanduser()
+        path = base / expanded("data name", name)
         if name and path.is_dir():
             read = partial(folders.read_image_folder, path, image_size)
         elif path.is_file() and path.suffix == ".npz":
