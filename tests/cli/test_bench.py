@@ -53,6 +53,7 @@ def test_rows_say_which_backend_ran(tmp_path, monkeypatch):
         (("--modes", "eager,graph"), "modes: graph needs a CUDA device, got device cpu; use eager or compiled"),
         (("--case", "afbo:none:torch:graph:train"), "modes: graph needs a CUDA device"),
         (("--precision", "fp64"), "precision must be one of fp32, bf16"),
+        (("--set", "num_classes=0"), "num_classes must be more than 0 and finite, got 0"),
         (("--out", "file/b.json"), "file is a file"),
         (
             ("--out", "file.svg"),

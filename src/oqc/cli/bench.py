@@ -58,6 +58,7 @@ def bench(
     cuda = own.type == "cuda"
     configs.check_choice("precision", precision, experiment.PARITY)
     base = configs.override(configs.Model(), settings or [])
+    configs.check_positive("num_classes", base.num_classes)  # 0, for features only, has nothing to train
     given = (
         hosts,
         complements,
