@@ -3,7 +3,10 @@
 import zlib
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from oqc.cli import app
 from oqc.cli.train import _read_image
 from oqc.config import Model
 
@@ -34,3 +37,12 @@ def test_an_image_that_cannot_be_read_is_named(content, why, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"one.png cannot be read as an image: .*{why}"):
         _read_image(path, Model())
+
+
+def test_a_device_that_is_not_there_is_told_before_the_processes_join(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):  # as torchrun does
+        monkeypatch.setenv(name, value)
+    ended = CliRunner().invoke(app, ["train", "--data", "digits", "--device", "cuda", "--out", str(tmp_path / "run")])
+    assert isinstance(ended.exception, ValueError)
+    assert str(ended.exception) == "device is cuda, but PyTorch sees 0 CUDA devices here"

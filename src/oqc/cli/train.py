@@ -122,6 +122,7 @@ def train(
         need_tensorboard()
     # What cuBLAS takes on recent GPUs anyway; PyTorch wants it said before it calls results repeatable.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    find_device(device)  # before the processes wait for each other
     with joined(device) as own:
         for run in runs.values():  # what stands against it shows before any data is read
             resolve_mode(run.train.mode, find_device(own), dist.get_world_size() if dist.is_initialized() else 1)
