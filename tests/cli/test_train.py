@@ -1,9 +1,13 @@
 """What `oqc train`, `evaluate` and `predict` say of the places and files they are given."""
 
+import json
+import shutil
 import zlib
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from oqc.cli import app
@@ -46,3 +50,45 @@ def test_a_device_that_is_not_there_is_told_before_the_processes_join(monkeypatc
     ended = CliRunner().invoke(app, ["train", "--data", "digits", "--device", "cuda", "--out", str(tmp_path / "run")])
     assert isinstance(ended.exception, ValueError)
     assert str(ended.exception) == "device is cuda, but PyTorch sees 0 CUDA devices here"
+
+
+def oqc(*args):
+    ended = CliRunner().invoke(app, [str(arg) for arg in args])
+    if isinstance(ended.exception, ValueError):
+        raise ended.exception
+    assert ended.exit_code == 0, ended.output
+    return ended.stdout
+
+
+@pytest.fixture(params=["d.npz", "d"])
+def moved(request, tmp_path, monkeypatch):
+    """A run on a file or a folder of images, which lies in `new` now."""
+    monkeypatch.setenv("OQC_DATA", str(tmp_path / "cache"))
+    images, labels = np.random.default_rng(0).integers(0, 256, (20, 4, 4, 3), np.uint8), np.arange(20) % 2
+    old = tmp_path / request.param
+    if request.param == "d.npz":
+        np.savez(old, x_train=images, y_train=labels, x_test=images, y_test=labels)
+    else:
+        for place, (image, label) in enumerate(zip(images, labels, strict=True)):
+            (old / f"class {label}").mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(old / f"class {label}" / f"{place}.png")
+    small = ("width=8", "depth=2", "heads=2", "patch_size=2")
+    settings = [part for setting in small for part in ("--set", f"model.{setting}")]
+    fast = ("--batch", "4", "--epochs", "1", "--precision", "fp32", "--device", "cpu", "--out", tmp_path / "run")
+    oqc("train", "--data", old, *fast, *settings)
+    (tmp_path / "new").mkdir()
+    return tmp_path, shutil.move(old, tmp_path / "new" / request.param)
+
+
+def test_data_that_moved_is_given_by_its_place_or_the_folder_it_is_in(moved, monkeypatch):
+    folder, now = moved
+    monkeypatch.chdir(folder)
+    for command in ("evaluate", "analyze"):
+        with pytest.raises(ValueError, match="data name must be one of"):
+            oqc(command, "run", "--device", "cpu")
+        for place in ("new", f"new/{now.name}", now):
+            assert json.loads(oqc(command, "run", "--data-dir", place, "--device", "cpu", "--json"))["images"] > 0
+        with pytest.raises(ValueError, match="--data-dir nowhere does not exist"):
+            oqc(command, "run", "--data-dir", "nowhere", "--device", "cpu")
+        with pytest.raises(ValueError, match=r"must be d\.npz or the folder it is in, got run|run: class .* is empty"):
+            oqc(command, "run", "--data-dir", "run", "--device", "cpu")

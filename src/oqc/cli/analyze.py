@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shlex
-from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from oqc.analysis import METRICS, SEPARATION, mechanism_on_test
-from oqc.cli.train import AsJson, Device, Folder, Which, load_model
+from oqc.cli.train import AsJson, DataDir, Device, Folder, Which, config_of, load_model
 from oqc.data import load
 from oqc.experiments.suites import RESULTS
 from oqc.train import RunFolder, find_device
@@ -40,7 +37,7 @@ assert (*MEANING,) == METRICS
 def analyze(
     run: Folder,
     checkpoint: Which = "last",
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data set lies now, if it moved.")] = None,
+    data_dir: DataDir = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -49,15 +46,10 @@ def analyze(
     if (run / RESULTS).exists():
         report = f"oqc report {shlex.quote(str(run))}"
         raise ValueError(f"{run} holds records and no weights; their metrics stand in its {RESULTS}: {report}")
-    folder, own = RunFolder(run), find_device(device)
-    config = folder.config()
-    if data_dir is not None:
-        if not data_dir.exists():
-            raise ValueError(f"--data-dir {data_dir} does not exist")
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, root=str(data_dir)))
+    config, own = config_of(run, data_dir), find_device(device)
     model, step = load_model(run, config, checkpoint, own)
     dataset = load(config.data)
-    folder.check_data(dataset)
+    RunFolder(run).check_data(dataset)
     found = mechanism_on_test(model, dataset, config.train, own)
     if as_json:
         about = {"run": str(run), "checkpoint": checkpoint, "step": step, "images": len(dataset.test)}

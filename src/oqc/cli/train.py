@@ -49,6 +49,7 @@ SHAPES = {"digits": (8, 1, 10), "cifar10": (32, 3, 10), "cifar100": (32, 3, 100)
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<number>. Default: the GPU if there is one.")]
 Which = Annotated[str, typer.Option(help="Weights to use: last or best.")]
+DataDir = Annotated[Path | None, typer.Option(help="Where the data set lies now, if it moved.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -247,12 +248,13 @@ def evaluate(
     run: Folder,
     split: Annotated[str, typer.Option(help="test or val.")] = "test",
     checkpoint: Which = "last",
+    data_dir: DataDir = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Accuracy of a run's weights on a split of its data set."""
     configs.check_choice("split", split, ("test", "val"))
-    config, own = RunFolder(run).config(), find_device(device)
+    config, own = config_of(run, data_dir), find_device(device)
     model, step = load_model(run, config, checkpoint, own)
     dataset = load(config.data)
     RunFolder(run).check_data(dataset)
@@ -293,6 +295,22 @@ def predict(
             typer.echo(json.dumps({"image": str(path), "top": top}))
         else:
             typer.echo("\n".join([str(path), *(f"  {100 * one['probability']:6.2f}%  {one['class']}" for one in top)]))
+
+
+def config_of(run: Path, data_dir: Path | None) -> Run:
+    """The config of a run, with its data set where it lies now: `data_dir` itself or in it."""
+    config = RunFolder(run).config()
+    if data_dir is None:
+        return config
+    if not data_dir.exists():
+        raise ValueError(f"--data-dir {data_dir} does not exist")
+    then = Path(config.data.name)
+    if not then.is_absolute():
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, root=str(data_dir)))
+    now = data_dir / then.name if (data_dir / then.name).exists() else data_dir
+    if then.suffix == ".npz" and not now.is_file():
+        raise ValueError(f"--data-dir must be {then.name} or the folder it is in, got {data_dir}")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, name=str(now.absolute())))
 
 
 def load_model(run: Path, config: Run, checkpoint: str, device: torch.device) -> tuple[torch.nn.Module, int]:
