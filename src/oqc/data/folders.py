@@ -35,7 +35,9 @@ def read_image_folder(path: Path, image_size: int | None) -> Raw:
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
-    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    above = (folder.resolve(), *folder.resolve().parents)
+    entries = (entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    classes = sorted(entry.name for entry in entries if entry.resolve() not in above)  # no link around in a circle
     if not classes:
         raise ValueError(f"{folder} has no class folders; expected <class>/<image> in it")
     return tuple(classes)
