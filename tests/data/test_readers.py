@@ -7,6 +7,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import data_samples as samples
@@ -15,7 +16,7 @@ import pytest
 from PIL import Image
 
 from oqc.config import Data
-from oqc.data import load
+from oqc.data import images, load
 from oqc.data.unpickle import loads
 
 FORMS = [*samples.FORMS, ("tiny-imagenet", "jpeg")]
@@ -192,3 +193,16 @@ def test_unknown_names_are_told() -> None:
 def test_a_root_without_the_set(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cifar-100-binary/, cifar-100-binary\.tar\.gz"):
         load(Data(name="cifar100", root=str(tmp_path)))
+
+
+def test_images_are_read_on_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def pool(workers: int) -> ThreadPoolExecutor:
+        asked.append(workers)
+        return ThreadPoolExecutor(workers)
+
+    monkeypatch.setattr(images, "ThreadPoolExecutor", pool)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+    assert list(images._parallel(abs, [-1, 2])) == [1, 2]
+    assert asked == [3]

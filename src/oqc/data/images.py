@@ -90,9 +90,14 @@ def resized(raw: Raw, image_size: int | None) -> Raw:
 def _parallel(function: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
     """Results in order; Pillow releases the GIL while it decodes and resizes."""
     chunks = (items[start : start + CHUNK] for start in range(0, len(items), CHUNK))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(_cores()) as pool:
         for results in pool.map(lambda chunk: [function(item) for item in chunk], chunks):
             yield from results
+
+
+def _cores() -> int | None:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _size(image: np.ndarray) -> str:
