@@ -125,6 +125,25 @@ def test_a_failed_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch, untouche
     assert untouched()
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(28, "No space left on device"), r"\[Errno 28\] No space left on device: '{}-[0-9a-f]+'"),
+        (OSError("9 requested and 0 written"), "{}-[0-9a-f]+: 9 requested and 0 written"),  # numpy's
+    ],
+)
+def test_a_full_disk_is_told_with_the_pack(
+    error: OSError, told: str, cache: Path, monkeypatch: pytest.MonkeyPatch, untouched: Callable[[], bool]
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OSError, match=told.format(cache / "packs-v1" / "digits")):
+        sources.prepare("digits")
+    assert untouched()
+
+
 def test_a_killed_write_leaves_no_pack(cache: Path) -> None:
     script = """
         import os, signal

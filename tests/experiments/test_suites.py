@@ -256,6 +256,15 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_run(runs, tmp
     assert not runs
 
 
+def test_a_full_disk_is_told_with_the_results_file(runs, tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("oqc.report.records.os.fsync", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'runs.jsonl'}'"):
+        reproduce("vit-tiny", tmp_path, seeds=1, **TINY)
+
+
 def test_records_that_do_not_tell_how_long_they_took_to_start(tmp_path):
     job = suites.plan("vit-tiny", 1, **{"data": TINY["data"], "epochs": TINY["epochs"]})[0]
     record = made_up(job, 3.0)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from oqc.data.raw import Raw, check, moments
-from oqc.files import expanded
+from oqc.files import expanded, naming
 
 FORMAT = 1
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
@@ -52,21 +52,22 @@ def write(folder: Path, raw: Raw, *, name: str, origin: str, image_size: int | N
     temporary = folder.parent / f".tmp-{os.getpid()}-{time.time_ns()}"
     temporary.mkdir()
     try:
-        mean, std = moments(raw.train_images)
-        manifest = {
-            "format": FORMAT,
-            "name": name,
-            "source": origin,
-            "image_size": image_size,
-            "classes": list(raw.classes),
-            "mean": mean,
-            "std": std,
-            "arrays": {key: _save(temporary / f"{key}.npy", getattr(raw, key)) for key in ARRAYS},
-        }
-        manifest["digest"] = _digest(manifest)
-        with (temporary / "manifest.json").open("wb") as out:
-            out.write(json.dumps(manifest, indent=1).encode())
-            _sync(out)
+        with naming(folder):
+            mean, std = moments(raw.train_images)
+            manifest = {
+                "format": FORMAT,
+                "name": name,
+                "source": origin,
+                "image_size": image_size,
+                "classes": list(raw.classes),
+                "mean": mean,
+                "std": std,
+                "arrays": {key: _save(temporary / f"{key}.npy", getattr(raw, key)) for key in ARRAYS},
+            }
+            manifest["digest"] = _digest(manifest)
+            with (temporary / "manifest.json").open("wb") as out:
+                out.write(json.dumps(manifest, indent=1).encode())
+                _sync(out)
         _sync_folder(temporary)
         try:
             temporary.rename(folder)

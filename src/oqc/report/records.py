@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from oqc.files import naming
+
 Record = dict[str, Any]
 FIELDS: dict[str, type | tuple[type, ...]] = {
     "preset": str,
@@ -105,7 +107,7 @@ def append_record(path: Path, record: Record) -> None:
     more than its end is kept."""
     assert all(name in record for name in _fields(record))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
+    with naming(path), path.open("ab+") as file:
         file.seek(0)
         before, end, last = file.read().rpartition(b"\n")
         whole = _is_whole(last)
