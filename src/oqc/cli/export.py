@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated
@@ -10,12 +11,11 @@ import torch
 import typer
 
 from oqc import config as configs
-from oqc.cli.train import fill
+from oqc.cli.train import load_model
 from oqc.files import check_folder, write_whole
 from oqc.integrations.export import to_onnx, to_torch_export
 from oqc.integrations.folding import fold as fold_model
 from oqc.integrations.saving import save
-from oqc.models import create_model
 from oqc.train import RunFolder
 from oqc.train.folder import EXPORTS, INPUT, is_export
 
@@ -37,9 +37,8 @@ def export(
     for one in (path, target / INPUT):
         if one.exists() and not is_export(target):
             raise ValueError(f"--out {target} has a {one.name} that oqc export did not write; name another folder")
-    model = create_model(config.model, seed=config.train.seed)
-    step = fill(model, run, checkpoint)
-    model.eval()
+    plain = dataclasses.replace(config.train, backend="auto", precision="fp32")  # whatever it was trained with
+    model, step = load_model(run, dataclasses.replace(config, train=plain), checkpoint, torch.device("cpu"))
     if fold:
         fold_model(model)
     target.mkdir(parents=True, exist_ok=True)

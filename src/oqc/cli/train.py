@@ -314,19 +314,14 @@ def config_of(run: Path, data_dir: Path | None) -> Run:
 
 
 def load_model(run: Path, config: Run, checkpoint: str, device: torch.device) -> tuple[torch.nn.Module, int]:
-    """The model of a run's checkpoint, on the device and ready to evaluate, and the step of its weights."""
+    """The model of a run's checkpoint, on the device and ready to evaluate, and the step of its weights. Damaged ones
+    passed over are told."""
     model = create_model(config.model, seed=config.train.seed, backend=config.train.backend)
-    step = fill(model, run, checkpoint)
-    return model.to(device, DTYPES[config.train.precision]).eval(), step
-
-
-def fill(model: torch.nn.Module, run: Path, checkpoint: str) -> int:
-    """Puts a checkpoint's weights into the model, tells of damaged ones passed over, and gives the step they are of."""
     weights, step, warned = read_weights(run, checkpoint)
     for text in warned:
         typer.echo(text, err=True)
     model.load_state_dict(weights)
-    return step
+    return model.to(device, DTYPES[config.train.precision]).eval(), step
 
 
 def _read_image(path: Path, model: Model) -> torch.Tensor:
