@@ -146,6 +146,18 @@ def test_a_signal_ends_it_cleanly(number, whole_group, seconds, tmp_path):
     assert not (tmp_path / "runs.jsonl").exists()
 
 
+def test_runs_of_another_machine_or_version_are_told(tmp_path):
+    for one in plan("vit-tiny", 1, "digits", 2):
+        about = {"preset": one.preset, "seed": 0, "config": to_dict(one.run), "per_epoch": [], "mechanism": {}}
+        about |= {"best": 20.0, "final": 20.0, "parameters": 9, "images_per_s": 1.0}
+        where = {"gpu": "NVIDIA H200", "device": "cuda", "commit": "ea2d3d7c7e2d1d7b0f3a"}
+        append_record(tmp_path / "runs.jsonl", about | {"environment": where})
+    code, _, err = run("vit-tiny", *DIGITS, "--results", ".", cwd=tmp_path)
+    assert code == 0
+    told = "2 of 2 runs stood in runs.jsonl before, made on NVIDIA H200, commit ea2d3d7."
+    assert err == f"{told} For runs of your own alone: --results FOLDER\n"
+
+
 def test_runs_that_diverged_are_told_and_left_out(tmp_path):
     jobs = plan("vit-tiny", 1, "digits", 2)
     for one in jobs:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import statistics
 import zlib
 
 import numpy as np
@@ -92,3 +93,27 @@ def test_data_that_moved_is_given_by_its_place_or_the_folder_it_is_in(moved, mon
             oqc(command, "run", "--data-dir", "nowhere", "--device", "cpu")
         with pytest.raises(ValueError, match=r"must be d\.npz or the folder it is in, got run|run: class .* is empty"):
             oqc(command, "run", "--data-dir", "run", "--device", "cpu")
+
+
+def test_what_has_no_effect_or_no_meaning_is_refused():
+    with pytest.raises(ValueError, match="--rank 8 is that of a complement, and this model has none"):
+        oqc("train", "--data", "digits", "--model", "deep_vit_afbo", "--rank", "8", "--dry-run")
+    told = json.loads(oqc("train", "--data", "digits", "--complement", "lowrank", "--rank", "8", "--dry-run"))
+    assert told["model"]["ffn"]["rank"] == 8
+
+
+def test_the_folder_of_several_runs_names_them(tmp_path):
+    for name in ("s0", "s1"):
+        (tmp_path / "both" / name).mkdir(parents=True)
+        (tmp_path / "both" / name / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"both is not the folder of a run: .*; runs in it: .*both/s0, .*both/s1$"):
+        oqc("evaluate", tmp_path / "both")
+
+
+def test_several_seeds_end_with_their_mean(tmp_path):
+    small = [f"--set=model.{field}" for field in ("width=16", "depth=2", "heads=2")]
+    options = ["--data", "digits", "--device", "cpu", "--precision", "fp32", "--epochs", "1", "--batch", "400", *small]
+    lines = oqc("train", *options, "--seeds", "0,1", "--out", tmp_path / "both").splitlines()
+    best = [json.loads((tmp_path / "both" / name / "summary.json").read_text())["best"] for name in ("s0", "s1")]
+    spread = f"{statistics.fmean(best):.2f} ± {statistics.stdev(best):.2f}"
+    assert lines[-1].startswith(f"2 runs, mean ± std: best {spread}, final ")

@@ -141,9 +141,10 @@ def test_mistakes_show_before_anything_runs(runs, tmp_path):
             reproduce("table1", out, minutes=minutes, **TINY)
     with pytest.raises(ValueError, match=r"--data-dir must be .* of cifar100, got .*nowhere, which does not exist"):
         reproduce("table1", out, data_dir=tmp_path / "nowhere")
-    assert not out.exists()
     with pytest.raises(ValueError, match=r"--data-dir .*: root must be or hold one of cifar-100-binary"):
         reproduce("table1", out, data_dir=tmp_path)
+    assert len(reproduce("table1", out / "asked", seeds=1, data_dir=tmp_path, minutes=0).left) == 5  # needs no data
+    assert [path.name for path in out.iterdir()] == ["asked"]
     (out / "runs.jsonl").write_text('{"preset": "cifar100_afbo"}\n')
     with pytest.raises(ValueError, match=r"runs.jsonl, line 1: the record has no seed"):
         reproduce("table1", out, **TINY)

@@ -20,8 +20,10 @@ from oqc.cli.train import AsJson, Device
 from oqc.experiments import suites
 from oqc.experiments.job import Job
 from oqc.report import Record, finished, rows
-from oqc.report.provenance import diverged_line
-from oqc.train import Progress, Silent, Status
+from oqc.report.markdown import plural
+from oqc.report.provenance import NOT_RECORDED, commit_of, diverged_line, environment_line, machine_of
+from oqc.train import Progress, Silent, Status, find_device
+from oqc.train.environment import environment
 
 
 def reproduce(
@@ -64,6 +66,12 @@ def reproduce(
         typer.echo(json.dumps({"suite": suite, "results": str(path), **_outcome(found)}))
     elif finished(found.records):
         print_table(found.records)
+    earlier = [r for r in found.records if (r["preset"], r["seed"]) not in shown.ended]
+    here = {"environment": environment(find_device(device))}
+    versions = {commit_of(one) for one in (here, *earlier)} - {NOT_RECORDED}
+    if any(machine_of(one) != machine_of(here) for one in earlier) or len(versions) > 1:
+        where = f"{len(earlier)} of {plural(len(found.records), 'run')} stood in {path} before, made on"
+        typer.echo(f"{where} {environment_line(earlier)}. For runs of your own alone: --results FOLDER", err=True)
     diverged = diverged_line(found.records)
     if diverged:
         typer.echo(f"{diverged} To run one again, take its line out of {path}", err=True)
@@ -93,6 +101,7 @@ class _Shown:
 
     def __init__(self, console: Console, label: str) -> None:
         self.console, self.label, self.done, self.total = console, label, 0, 0
+        self.ended: set[tuple[str, int]] = set()  # presets and seeds
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -112,6 +121,7 @@ class _Shown:
 
     def end(self, job: Job, found: Record, left: float | None) -> None:
         self.done += 1
+        self.ended.add((job.preset, job.seed))
         self.bar.update(self.task, completed=self.done, text=_time(left))
         text = f"[{self.done}/{self.total}] {job}  "
         if "diverged" in found:

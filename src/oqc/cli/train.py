@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from oqc.data import Dataset, load
 from oqc.data.images import eight_bit, fit
 from oqc.files import expanded
 from oqc.models import create_model, model_config
+from oqc.report.markdown import plural, spread
 from oqc.train import (
     Display,
     Diverged,
@@ -55,16 +57,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def train(
     preset: Annotated[str | None, typer.Option(help="A run of the paper by name; other options change it.")] = None,
-    model: Annotated[str | None, typer.Option(help="A model by name (oqc models).")] = None,
-    data: Annotated[str | None, typer.Option(help="Data set by name, an image folder or an .npz file.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model by name (oqc models). Default: the paper's AFBO+PR.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help=f"Data set by name, an image folder or an .npz file. Default: {Run().data.name}."),
+    ] = None,
     root: Annotated[str | None, typer.Option(help="Where the data set's archive or folder lies.")] = None,
     val: Annotated[float | None, typer.Option(help="Share of the training part to hold out for choices.")] = None,
     host: Annotated[str | None, typer.Option(help=", ".join(configs.HOSTS))] = None,
     complement: Annotated[str | None, typer.Option(help=", ".join(configs.COMPLEMENTS))] = None,
     rank: Annotated[int | None, typer.Option(help="Rank of the complement.")] = None,
-    epochs: Annotated[int | None, typer.Option()] = None,
-    batch: Annotated[int | None, typer.Option(help="Images per step, over all processes.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate at its peak.")] = None,
+    epochs: Annotated[int | None, typer.Option(help=f"Default: the preset's, or {Run().train.epochs}.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help=f"Images per step, over all processes. Default: {Run().train.batch}.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help=f"Learning rate at its peak. Default: {Run().train.lr:g}.")] = None,
     mode: Annotated[str | None, typer.Option(help=", ".join(configs.MODES))] = None,
     precision: Annotated[str | None, typer.Option(help=", ".join(configs.PRECISIONS))] = None,
     backend: Annotated[str | None, typer.Option(help=", ".join(configs.BACKENDS))] = None,
@@ -103,10 +112,15 @@ def train(
     changes = [f"{field}={value}" for field, value in fields.items() if value is not None] + (settings or [])
     if resume:
         if preset or model or changes or seeds or out or overwrite or dry_run:
-            raise ValueError("--resume continues a run with its own config; give no other options that change it")
+            raise ValueError(
+                "--resume continues a run with its own config; give no other options that change it (to train longer,"
+                " start a run with more --epochs: the learning rate falls over all of them)"
+            )
         runs = {path: RunFolder(path).config() for path in resume}
     else:
         run = resolve(preset, model, changes)
+        if rank is not None and run.model.ffn.complement == "none":
+            raise ValueError(f"--rank {rank} is that of a complement, and this model has none: give --complement too")
         name = preset or model or _name(run)
         numbers = _seeds(seeds) if seeds is not None else [run.train.seed]
         each = [configs.override(run, [f"train.seed={number}"]) for number in numbers]
@@ -153,6 +167,13 @@ def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[st
         raise typer.Exit(128 + end.signal if isinstance(end, Stopped) else 1) from None
     for path, summary in zip(runs, summaries, strict=True):
         console.print(_line(path, summary), highlight=False, markup=False)
+    if len(summaries) > 1:
+        best, final = ([getattr(one, name) for one in summaries] for name in ("best", "final"))
+        means = ", ".join(
+            f"{name} {spread(statistics.fmean(values), statistics.stdev(values))}"
+            for name, values in (("best", best), ("final", final))
+        )
+        console.print(f"{plural(len(summaries), 'run')}, mean ± std: {means}", highlight=False, markup=False)
 
 
 def _trainer(run: Run, dataset: Dataset, path: Path, display: Display, options: dict[str, Any]) -> Trainer:

@@ -158,19 +158,26 @@ def reproduce(
         raise ValueError(f"--data-dir is for cifar100, the digits come with scikit-learn; got {data_dir}")
     if data_dir is not None and not data_dir.exists():
         raise ValueError(f"--data-dir must be the folder or archive of {data}, got {data_dir}, which does not exist")
-    _make_folder(results)
+    check_folder("--results", results)
     path = results / RESULTS
     if path.exists() and not os.access(path, os.W_OK):
         raise ValueError(f"--results {results}: {path} cannot be written")
-    with RunFolder(results).held(), stop_on_signals() as stop:
+
+    def read() -> tuple[dict[tuple[str, int], Record], list[Job]]:
+        """The records by preset and seed, and the jobs without one."""
         records = {(r["preset"], r["seed"]): r for r in (read_records(path) if path.exists() else [])}
         for record in records.values():
             _check_protocol(record, path, data, epochs)
-        todo = [_with_root(job, data_dir) for job in jobs if (job.preset, job.seed) not in records]
+        return records, [_with_root(job, data_dir) for job in jobs if (job.preset, job.seed) not in records]
+
+    _, todo = read()
+    if todo and minutes != 0:  # 0 asks what is left, which takes no data
+        _load(todo[0].run)
+    _make_folder(results)
+    with RunFolder(results).held(), stop_on_signals() as stop:
+        records, todo = read()
         side_by_side = cpu_workers(workers) if own.type == "cpu" else None
         clock, signal = _Clock(finished(records.values()), side_by_side), None
-        if todo:
-            _load(todo[0].run)
 
         def left() -> float | None:
             return None if minutes is None else 60 * minutes - (time.monotonic() - began)
@@ -189,13 +196,14 @@ def reproduce(
 
         watch.begin(len(jobs) - len(todo), len(jobs), clock.left(todo))
         options: dict[str, Any] = {"workers": workers, "watch": watch.run, "shared": shared}
-        outcomes = train_jobs(todo, own, stop, may_start=may_start, limit=unknown, **options)
+        now = todo if minutes != 0 else []
+        outcomes = train_jobs(now, own, stop, may_start=may_start, limit=unknown, **options)
         told, ended = began, 0
         with contextlib.closing(outcomes):  # whatever happens here, no run goes on behind it
             try:
-                for job, found in outcomes if todo else ():
-                    now = time.monotonic()
-                    found, told = found | {"wall_seconds": now - told}, now
+                for job, found in outcomes if now else ():
+                    ending = time.monotonic()
+                    found, told = found | {"wall_seconds": ending - told}, ending
                     append_record(path, found)
                     records[job.preset, job.seed] = found
                     ended += 1
@@ -206,7 +214,7 @@ def reproduce(
                 signal = end.signal
             except OutOfTime as end:
                 raise ValueError(f"--minutes {minutes:g} is too short for a run: {end}") from None
-        if minutes and refused and not ended and signal is None:  # 0 asks what is left
+        if refused and not ended and signal is None:
             needed = clock.expected(refused[0])
             why = "it was over before one could start" if needed is None else f"one takes about {needed:.0f} s here"
             raise ValueError(f"--minutes {minutes:g} is too short for a run: {why}")
@@ -218,7 +226,6 @@ def reproduce(
 
 
 def _make_folder(results: Path) -> None:
-    check_folder("--results", results)
     try:
         results.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -10,6 +10,8 @@ from oqc.config import Data, Run, Train, from_dict
 from oqc.report.markdown import plural
 from oqc.report.records import Record
 
+NOT_RECORDED = "not recorded"
+
 
 def config_of(record: Record) -> Run:
     try:
@@ -29,7 +31,7 @@ def protocol_of(run: Run) -> tuple[Train, Data]:
 def training_line(record: Record) -> str:
     """The protocol of a record: `50 epochs, batch 512, ...`."""
     if not record["config"]:
-        return "not recorded"
+        return NOT_RECORDED
     train, data = protocol_of(config_of(record))
     warmup = min(train.warmup, train.epochs / 2)  # as training has it
     parts = [
@@ -75,7 +77,7 @@ def machine_of(record: Record) -> str:
 
 
 def commit_of(record: Record) -> str:
-    return _short(record["environment"].get("commit")) or "not recorded"
+    return _short(record["environment"].get("commit")) or NOT_RECORDED
 
 
 def _short(commit: str | None) -> str | None:

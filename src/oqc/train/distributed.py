@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from oqc.train.environment import find_device
+
 
 @contextmanager
 def joined(device: str | None) -> Iterator[torch.device | str | None]:
@@ -20,7 +22,7 @@ def joined(device: str | None) -> Iterator[torch.device | str | None]:
         yield device
         return
     cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    own = find_device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
     if cuda:
         torch.cuda.set_device(own)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=own if cuda else None)

@@ -115,7 +115,9 @@ class RunFolder:
     def read(self, name: str) -> Any:
         path = self.path / name
         if not path.exists():
-            raise ValueError(f"{self.path} is not the folder of a run: it has no {name}")
+            runs = sorted(str(config.parent) for config in self.path.glob("*/config.json"))
+            inside = f"; runs in it: {', '.join(runs)}" if runs else ""
+            raise ValueError(f"{self.path} is not the folder of a run: it has no {name}{inside}")
         try:
             return json.loads(path.read_bytes())
         except ValueError:
