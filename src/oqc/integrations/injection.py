@@ -21,6 +21,7 @@ from oqc.config import BACKENDS, check_choice, check_positive
 from oqc.integrations.finding import Found, find, quantised
 from oqc.integrations.layouts import Layout
 from oqc.integrations.report import Replaced, Report
+from oqc.integrations.wrappers import check_not_parallel, uncompiled
 from oqc.nn import KINDS, OQCFFN, Complement
 from oqc.nn.complements import INITS
 
@@ -99,6 +100,8 @@ def inject(
     check_choice("init", init, INITS)
     check_choice("backend", backend, BACKENDS)
     _check_numbers(model, rank, gate_init, eps, seed)
+    model = uncompiled(model)
+    check_not_parallel(model)
     kind = type(model).__name__
     layer = quantised(model)
     if layer is not None:
@@ -144,6 +147,7 @@ def inject(
 
 def remove(model: nn.Module) -> None:
     """Undoes `inject`: every module is what it was before."""
+    model = uncompiled(model)
     modules = [module for _, module in injected(model)]
     if not modules:
         raise ValueError(f"{type(model).__name__} has no injected complement: there is nothing to undo")
@@ -169,6 +173,7 @@ def trainable(
     With "all" it thaws what it froze before; what the model or you froze, as fixed positions are, stays so.
     """
     check_choice("part", part, ("complement", "all"))
+    model = uncompiled(model)
     others = [also] if isinstance(also, nn.Module) else list(also)
     if not all(isinstance(module, nn.Module) for module in others):
         raise ValueError(f"also must be a module of the model or several, got {also!r}")

@@ -22,6 +22,7 @@ from oqc.integrations import bases
 from oqc.integrations.bases import Base
 from oqc.integrations.folding import fold, is_folded
 from oqc.integrations.injection import restore, specification
+from oqc.integrations.wrappers import uncompiled
 
 FORMAT = 1
 TENSORS, RECORD = "model.safetensors", "oqc.json"
@@ -152,13 +153,10 @@ def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, st
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside torch.compile's wrapper, and inside those that hold it as their one child `module`: parallel
     ones, and averages of its weights."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and [name for name, _ in model.named_children()] == ["module"]:
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    model = uncompiled(model)
+    while [name for name, _ in model.named_children()] == ["module"]:
+        model = uncompiled(model.module)  # type: ignore[arg-type]
+    return model
 
 
 def _is_run(config: Path) -> bool:

@@ -1,0 +1,28 @@
+"""What stands around a model: torch.compile's wrapper, which is looked through, and parallel ones, which come later."""
+
+from __future__ import annotations
+
+from torch import nn
+
+PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")  # the last: made by fully_shard
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile's wrapper, whose paths are those of the plain model."""
+    inner = getattr(model, "_orig_mod", None)
+    return uncompiled(inner) if isinstance(inner, nn.Module) else model
+
+
+def check_not_parallel(model: nn.Module) -> None:
+    """Raises where the processes would not know of new parameters: what keeps them equal is set up by the wrapper."""
+    for path, module in model.named_modules():
+        name = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in PARALLEL), None)
+        if name is not None:
+            way = "sharded by fully_shard" if name == "FSDPModule" else f"a {name}"
+            raise ValueError(
+                f"{path or 'the model'} is {way}, which would leave the complement out of step between processes:"
+                " inject before wrapping"
+            )
+    for path, parameter in model.named_parameters():
+        if hasattr(parameter, "full_tensor"):
+            raise ValueError(f"{path} is sharded over processes: inject before the model is sharded")
