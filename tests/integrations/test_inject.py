@@ -321,6 +321,27 @@ def test_generic_networks(make, training):
     assert not torch.allclose(model(x), before)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda act: timm.layers.Mlp(16, 32, act_layer=act),
+        lambda act: timm.layers.GluMlp(16, 64, act_layer=act, gate_last=False),
+        lambda act: timm.layers.GluMlp(16, 64, act_layer=act),
+        lambda act: timm.layers.SwiGLU(16, 32, act_layer=act),
+    ],
+)
+@torch.no_grad()
+def test_an_activation_in_place_leaves_a_shared_projection_its_maps(make):
+    x = torch.randn(2, 5, 16)
+    outputs = []
+    for act in (nn.ReLU, lambda: nn.ReLU(inplace=True)):
+        torch.manual_seed(0)
+        model = make(act)
+        inject(model, "shared", rank=8, init="paper", gate_init=1.0, seed=0)
+        outputs += [model(x), model.intermediates(x)[0]]
+    assert all(torch.allclose(y, outputs[0], atol=1e-6) for y in outputs)
+
+
 def test_a_network_that_only_looks_like_one_is_left_alone():
     model = nn.Sequential(Shifted(), sequential())
     report = inject(model, rank=4)

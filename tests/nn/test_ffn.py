@@ -224,6 +224,17 @@ def test_shared_projection_reads_the_hosts_own_maps():
     assert torch.equal(v, module.host.map_b(x)[..., :8])
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_an_activation_in_place_leaves_a_shared_projection_its_maps(backend, gradients):
+    module = ffn("mlp", "shared", act_layer=lambda: nn.ReLU(inplace=True), backend=backend)
+    plain = ffn("mlp", "shared", act_layer=nn.ReLU, backend="reference")
+    x = torch.randn(2, 9, 16)
+    with torch.set_grad_enabled(gradients):
+        assert torch.allclose(module(x), plain(x), atol=1e-5)
+        assert torch.equal(module.intermediates(x)[1]["q"], plain.intermediates(x)[1]["q"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

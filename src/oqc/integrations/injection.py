@@ -43,16 +43,18 @@ class Injected(nn.Module):
         x, up, out = layout.enter(self, x), layout.up(self), layout.project(self)
         y = branch.network(x, up, layout.activation(self), out, backend, gate_last=layout.mix == "gate_last")
         if y is None:
-            maps, b = layout.hidden(self, tuple([layer(x) for layer in up]))
-            y = branch(x, maps, b, out, backend)
+            maps = layout.split(tuple([layer(x) for layer in up]))
+            kept = branch.keep(maps)
+            y = branch(x, kept, layout.hidden(self, maps), out, backend)
         return layout.leave(self, y)
 
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The output by the literal equations, with b, q, m, q_perp, delta, gate and h by name."""
         layout = self.oqc_layout
         x = layout.enter(self, x)
-        maps, b = layout.hidden(self, tuple([layer(x) for layer in layout.up(self)]))
-        named = self.complement.intermediates(x, maps, b)
+        maps = layout.split(tuple([layer(x) for layer in layout.up(self)]))
+        kept = self.complement.keep(maps)
+        named = self.complement.intermediates(x, kept, layout.hidden(self, maps))
         return layout.leave(self, layout.project(self)(named["h"])), named
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -55,13 +55,16 @@ class Layout:
         act = module._modules.get(self.act)
         return FUNCTIONS[self.act] if act is None else act
 
-    def hidden(self, module: nn.Module, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """From what `up` gives: the maps, a packed one in its two halves, and b."""
+    def split(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The maps, from what `up` gives: a packed one in its two halves."""
+        return outputs if self.mix == "plain" or len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+
+    def hidden(self, module: nn.Module, maps: tuple[Tensor, ...]) -> Tensor:
+        """b, from the maps, which an activation may overwrite."""
         act = self.activation(module)
         if self.mix == "plain":
-            return outputs, act(outputs[0])
-        maps = outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs
-        return maps, act(maps[0]) * maps[1] if self.mix == "gate_first" else maps[0] * act(maps[1])
+            return act(maps[0])
+        return act(maps[0]) * maps[1] if self.mix == "gate_first" else maps[0] * act(maps[1])
 
     def project(self, module: nn.Module) -> Map:
         """The map from h on: the output projection itself, where it is just its weights and nothing acts between h and
@@ -210,7 +213,7 @@ def _agrees(probe: nn.Module, layout: Layout) -> bool:
                 want = probe(x)
                 torch.default_generator.manual_seed(0)
                 given = layout.enter(probe, x)
-                _, b = layout.hidden(probe, tuple([up(given) for up in layout.up(probe)]))
+                b = layout.hidden(probe, layout.split(tuple([up(given) for up in layout.up(probe)])))
                 got = layout.leave(probe, layout.project(probe)(b))
             except (TypeError, RuntimeError, ValueError, AttributeError):  # a forward of another kind
                 return False

@@ -170,6 +170,10 @@ class Complement(nn.Module):
         self.gram = lift.T @ lift
         self.merged = ops.reference.upcast(out.weight.detach()) @ lift
 
+    def keep(self, maps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What `branches` reads of the host's maps, to be taken before its activation, which may work in place."""
+        return tuple([one[..., : self.rank].clone() for one in maps]) if self.kind.shared else maps
+
     def branches(self, x: Tensor, maps: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """u(x) and v(x), Eq. 2; shared: the first R channels of the host's two maps (of its one map, twice)."""
         if self.kind.shared:

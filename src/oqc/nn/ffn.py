@@ -113,13 +113,14 @@ class OQCFFN(nn.Module):
         y = complement.network(x, host.up(), getattr(host, "act", None), out, self.backend)
         if y is None:
             maps = host.maps(x)
-            y = complement(x, maps, host.mix(*maps), out, self.backend)
+            kept = complement.keep(maps)
+            y = complement(x, kept, host.mix(*maps), out, self.backend)
         return self._leave(y)
 
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The output by the literal equations, with b, q, m, q_perp, delta, gate and h by name."""
-        x, maps, b = self._hidden(x)
-        named = {"b": b, "h": b} if self.complement is None else self.complement.intermediates(x, maps, b)
+        x, kept, b = self._hidden(x)
+        named = {"b": b, "h": b} if self.complement is None else self.complement.intermediates(x, kept, b)
         return self._leave(self.host.project(named["h"])), named
 
     def _is_one_operator(self, x: Tensor) -> bool:
@@ -156,10 +157,11 @@ class OQCFFN(nn.Module):
         return ops.fused.ffn_afbo(x, *(t for layer in layers for t in (layer.weight, layer.bias)), **options)
 
     def _hidden(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        """x with channels last, the host's maps of it, and b [..., H]."""
+        """x with channels last, what the branch reads of the host's maps of it, and b [..., H]."""
         x = self._enter(x)
         maps = self.host.maps(x)
-        return x, maps, self.host.mix(*maps)
+        kept = maps if self.complement is None else self.complement.keep(maps)
+        return x, kept, self.host.mix(*maps)
 
     def _enter(self, x: Tensor) -> Tensor:
         return x.permute(0, 2, 3, 1) if self.use_conv else x  # [B, h, w, D]
