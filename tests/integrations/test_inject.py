@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import oqc
+from oqc.analysis import overlap
 from oqc.integrations.injection import Injected, inject, remove, specification, trainable
 from oqc.nn import KINDS
 
@@ -349,6 +350,52 @@ def test_a_network_that_only_looks_like_one_is_left_alone():
     assert [(one.path, one.reason) for one in report.skipped] == [
         ("0", "Shifted does more than a map up, an activation and a map down")
     ]
+
+
+class Named(nn.Module):
+    """A block that calls its network by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Hidden()
+
+    def forward(self, x):
+        return x + self.mlp(hidden_states=x)
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)
+
+    def forward(self, hidden_states):
+        return self.fc2(self.act(self.fc1(hidden_states)))
+
+
+class Scaled(Hidden):
+    def forward(self, hidden_states, scale=None):
+        y = super().forward(hidden_states)
+        return y if scale is None else y * scale
+
+
+@torch.no_grad()
+def test_a_network_called_by_keyword():
+    model, x = Named(), torch.randn(2, 3, 16)
+    y = model(x)
+    one = inject(model, rank=4, example=x)
+    assert one.flops_per_image == 3 * one.flops_per_token
+    assert torch.equal(model(x), y)
+    assert torch.equal(model.mlp(x), model.mlp(hidden_states=x))
+    assert overlap(model, [x])["before"] is not None
+    for arguments in ({}, {"tokens": x}, {"hidden_states": x, "scale": 2.0}):
+        with pytest.raises(ValueError, match="Hidden with a complement takes hidden_states alone, got "):
+            model.mlp(**arguments)
+
+
+def test_a_network_that_takes_more_than_its_input_is_left_alone():
+    report = inject(nn.Sequential(Scaled(), Hidden()), rank=4)
+    assert [one.path for one in report.replaced] == ["1"]
+    assert report.skipped[0].reason == "its forward takes more than its input: scale"
 
 
 def test_attention_pools_and_position_biases_are_left_alone():

@@ -43,15 +43,18 @@ def overlap(model: nn.Module, batches: Iterable[Any], *, by_block: bool = False)
     sums = {path: OverlapSums() if by_block else whole for path in networks}
     called: set[str] = set()
 
-    def watch(path: str) -> Callable[[Any, Any], None]:
-        def look(network: Any, args: Any) -> None:
-            _, named = network.intermediates(args[0])
+    def watch(path: str) -> Callable[[Any, Any, Any], None]:
+        def look(network: Any, args: Any, keywords: Any) -> None:
+            x = args[0] if args else keywords[getattr(network, "oqc_input", "x")]
+            _, named = network.intermediates(x)
             sums[path].add({f"{path}.{name}": value for name, value in named.items()})
             called.add(path)
 
         return look
 
-    hooks = [network.register_forward_pre_hook(watch(path)) for path, network in networks.items()]
+    hooks = [
+        network.register_forward_pre_hook(watch(path), with_kwargs=True) for path, network in networks.items()
+    ]
     try:
         with evaluating(model):
             for batch in batches:

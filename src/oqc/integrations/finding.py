@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from dataclasses import dataclass
@@ -59,6 +60,11 @@ def find(model: nn.Module) -> tuple[list[Found], list[Skipped]]:
                 skipped.append(Skipped(path=path, reason=reason))
                 inside = _within(path)
                 continue
+            further = inputs_of(type(module))[1:]
+            if further:
+                reason = f"its forward takes more than its input: {', '.join(further)}"
+                skipped.append(Skipped(path=path, reason=reason))
+                continue
             try:
                 layout = _recognise_once(module, _is_split(model, path, module), known)
             except (RuntimeError, TypeError) as error:  # of the copy that would prove it
@@ -79,6 +85,11 @@ def find(model: nn.Module) -> tuple[list[Found], list[Skipped]]:
             reason = f"it has a {other} in place of an nn.Linear (LoRA?): inject before that"
             skipped.append(Skipped(path=path, reason=reason))
     return found, skipped
+
+
+def inputs_of(cls: type[nn.Module]) -> list[str]:
+    """Names of what a class's forward takes."""
+    return list(inspect.signature(cls.forward).parameters)[1:]
 
 
 def _within(path: str) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from oqc import ops, seeding
 from oqc.config import BACKENDS, check_choice, check_positive
-from oqc.integrations.finding import Found, find, quantised
+from oqc.integrations.finding import Found, find, inputs_of, quantised
 from oqc.integrations.layouts import Layout
 from oqc.integrations.report import Replaced, Report
 from oqc.integrations.wrappers import check_not_parallel, uncompiled
@@ -34,11 +34,17 @@ class Injected(nn.Module):
     """Mixin of the classes that `injected_class` makes: a feed-forward network of any library with a complement."""
 
     oqc_base: type[nn.Module]  # the class before
+    oqc_input: str  # what its forward calls its input
     oqc_layout: Layout
     oqc_backend: str
     complement: Complement
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | None = None, **named: Tensor) -> Tensor:
+        """By keyword, the input has the name that the class before has for it."""
+        x = named.pop(self.oqc_input, None) if x is None else x
+        if x is None or named:
+            given = ", ".join(named) or "nothing"
+            raise ValueError(f"{self.oqc_base.__name__} with a complement takes {self.oqc_input} alone, got {given}")
         layout, branch, backend = self.oqc_layout, self.complement, self.oqc_backend
         x, up, out = layout.enter(self, x), layout.up(self), layout.project(self)
         y = branch.network(x, up, layout.activation(self), out, backend, gate_last=layout.mix == "gate_last")
@@ -68,7 +74,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 def injected_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a network's class; one for each, so that equal networks stay of one class."""
     if base not in _CLASSES:
-        namespace = {"__module__": base.__module__, "oqc_base": base}
+        namespace = {"__module__": base.__module__, "oqc_base": base, "oqc_input": inputs_of(base)[0]}
         _CLASSES[base] = type(f"{base.__name__}WithComplement", (Injected, base), namespace)
     return _CLASSES[base]
 

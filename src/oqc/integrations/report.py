@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +82,12 @@ class Report:
         handles = []
         for one in self.replaced:
 
-            def count(_: nn.Module, args: tuple[Tensor, ...], one: Replaced = one) -> None:
+            def count(network: Any, args: Any, named: dict[str, Any], one: Replaced = one) -> None:
                 nonlocal total
-                total += args[0].numel() // one.width * one.flops
+                x = args[0] if args else named[getattr(network, "oqc_input", "x")]
+                total += x.numel() // one.width * one.flops
 
-            handles.append(model.get_submodule(one.path).register_forward_pre_hook(count))
+            handles.append(model.get_submodule(one.path).register_forward_pre_hook(count, with_kwargs=True))
         training = model.training
         try:
             with torch.no_grad():
