@@ -200,6 +200,59 @@ def test_a_part_that_has_a_copy_of_the_config(tmp_path):
         assert torch.equal(twin(X, noise=noise).logits, model(X, noise=noise).logits)
 
 
+@torch.no_grad()
+def test_two_models_of_one_config_keep_their_own_records(tmp_path):
+    config = transformers.ViTConfig(**VISION, num_labels=5)
+    models = [transformers.ViTForImageClassification(config) for _ in range(3)]
+    for model, rank in zip(models, (4, 8, 4), strict=True):
+        randomised(model)
+        inject(model, "lowrank", rank=rank, init="paper")
+        assert model.vit.config is model.config
+    remove(models[2])
+    for i, model in enumerate(models[:2]):
+        model.save_pretrained(tmp_path / str(i))
+        twin = load(tmp_path / str(i))
+        assert specification(twin) == specification(model)
+        assert torch.equal(twin(X).logits, model(X).logits)
+
+
+@torch.no_grad()
+def test_a_whole_model_does_not_take_over_the_record_of_anothers_tower(tmp_path):
+    config = transformers.CLIPConfig(
+        text_config={**SIZES, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1}, vision_config=VISION
+    )
+    first, second = transformers.CLIPModel(config), transformers.CLIPModel(config)
+    inject(first.vision_model, rank=4)
+    inject(second, rank=8)
+    for name, model in (("first", first), ("second", second)):
+        model.save_pretrained(tmp_path / name)
+        assert specification(load(tmp_path / name)) == specification(model)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@torch.no_grad()
+def test_after_a_part_is_removed_the_record_has_what_still_stands(tmp_path, loaded):
+    model = transformers.ViTModel(transformers.ViTConfig(**VISION, num_labels=5))
+    inject(model, "lowrank", rank=4)
+    randomised(model)
+    if loaded:
+        model.save_pretrained(tmp_path / "whole")
+        model = load(tmp_path / "whole")
+    first, second = specification(model)["modules"]
+    remove(model.get_submodule(first.rpartition(".")[0]))
+    model.save_pretrained(tmp_path / "part")
+    twin = load(tmp_path / "part")
+    assert specification(twin)["modules"] == model.config.oqc["modules"] == [second]
+    assert torch.equal(twin(X).last_hidden_state, model(X).last_hidden_state)
+    remove(model.get_submodule(second))
+    model.save_pretrained(tmp_path / "none")
+    with pytest.raises(ValueError, match="its config has no oqc entry"):
+        load(tmp_path / "none")
+    inject(model, rank=4)
+    remove(model)
+    assert not hasattr(model.config, "oqc")
+
+
 def test_where_the_files_are_is_told_for_the_config_too(tmp_path, monkeypatch):
     vit().save_pretrained(tmp_path / "inner")
     asked = []

@@ -7,6 +7,7 @@ its own class whose forward goes through the network's `Layout`. So its weights,
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import warnings
@@ -27,6 +28,7 @@ from oqc.nn.complements import INITS
 
 Blocks = str | slice | Iterable[int]
 SETTINGS = ("complement", "rank", "init", "gate_init", "eps", "backend")
+RECORD = "_oqc_record"  # of an injected network: the oqc entry of a transformers config, and its own path there
 FROZEN = "_oqc_frozen"  # of a model: names of the parameters that `trainable` froze
 
 
@@ -135,7 +137,7 @@ def inject(
         if not like.is_meta:
             branch.init_weights(seeding.generator(seed, "branch", one.path, device=like.device))
         _attach(one, branch, backend)
-    _record(model)
+    _record(model, chosen)
     report = Report(
         model=kind,
         complement=complement,
@@ -154,12 +156,15 @@ def inject(
 
 
 def remove(model: nn.Module) -> None:
-    """Undoes `inject`: every module is what it was before."""
+    """Undoes `inject`, in a part of the model or all of it: every module is what it was before."""
     model = uncompiled(model)
     modules = [module for _, module in injected(model)]
     if not modules:
         raise ValueError(f"{type(model).__name__} has no injected complement: there is nothing to undo")
     for module in modules:
+        record, path = vars(module).pop(RECORD, ({}, ""))
+        if path in record.get("modules", ()):
+            record["modules"].remove(path)
         if isinstance(module, OQCFFN):
             module.complement, module.backend = None, module.options["backend"]
         elif isinstance(module, Injected):
@@ -169,7 +174,7 @@ def remove(model: nn.Module) -> None:
             module.__class__ = module.oqc_base  # type: ignore[assignment]
             del module.complement, module.oqc_layout, module.oqc_backend
     for module in model.modules():
-        if hasattr(getattr(module, "config", None), "oqc"):
+        if hasattr(getattr(module, "config", None), "oqc") and not tells(module.config):
             del module.config.oqc  # type: ignore[union-attr]
 
 
@@ -244,6 +249,9 @@ def restore(model: nn.Module, specification: dict[str, Any]) -> None:
     if unknown:
         raise ValueError(f"{type(model).__name__} has no feed-forward network {unknown[0]!r}")
     settings = {name: specification[name] for name in SETTINGS}
+    config: Any = getattr(model, "config", None)
+    if tells(config) and config.oqc == specification:  # of this model, and not of another that shares the config
+        del config.oqc
     inject(model, **settings, blocks=[paths.index(path) for path in specification["modules"]], seed=0)
 
 
@@ -322,15 +330,38 @@ def _seed_of_now() -> int:
     return int.from_bytes(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()[:8], "little") >> 1
 
 
-def _record(model: nn.Module) -> None:
+def tells(config: object) -> bool:
+    """Whether a transformers config tells of an injection."""
+    record = getattr(config, "oqc", None)
+    return isinstance(record, dict) and bool(record.get("modules"))
+
+
+def _record(model: nn.Module, chosen: list[Found]) -> None:
     """Lets a transformers model's config tell of the injection, so that its own `save_pretrained` does, and that of a
     larger model which it is a part of."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_diff_dict"):
-        config.oqc = specification(model)
+        record = specification(model)
+        if any(tells(getattr(module, "config", None)) for module in model.modules()):
+            config = _own_config(model)
+        config.oqc = record
+        for one in chosen:
+            vars(one.module)[RECORD] = record, one.path
     elif any(hasattr(getattr(module, "config", None), "to_diff_dict") for module in model.modules()):
         warnings.warn(
             f"the injected {type(model).__name__} is a part of a transformers model without a config of its own: inject"
             " the model with blocks=..., or save it with oqc.save; its save_pretrained would not tell of the branch",
             stacklevel=3,
         )
+
+
+def _own_config(model: Any) -> Any:
+    """A copy of the config that a model shares with another injected one, in its place, without the other's entry."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if id(config) in copies:
+            module.config = copies[id(config)]
+            vars(module.config).pop("oqc", None)
+    return model.config

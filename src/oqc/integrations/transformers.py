@@ -13,7 +13,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from oqc.integrations.injection import restore
+from oqc.integrations.injection import restore, tells
 
 # Options that say where the files of a model are, for its config as for its weights.
 PLACE = ("revision", "token", "subfolder", "cache_dir", "local_files_only", "force_download", "proxies")
@@ -35,7 +35,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     where = {name: options[name] for name in PLACE if name in options}
     config = transformers.AutoConfig.from_pretrained(path, **where)
     cls = architecture((config.architectures or [""])[0])
-    if not any(hasattr(part, "oqc") for part in _configs(config)):
+    if not any(tells(part) for part in _configs(config)):
         raise ValueError(
             f"{path} has no injected model: its config has no oqc entry; use {cls.__name__}.from_pretrained"
         )
@@ -62,7 +62,7 @@ def _restore_all(model: nn.Module) -> None:
     holders: dict[int, list[Any]] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        if hasattr(config, "oqc"):
+        if tells(config):
             holders.setdefault(id(config), []).append(module)
     restored: list[Any] = []
     for modules in holders.values():
@@ -70,9 +70,11 @@ def _restore_all(model: nn.Module) -> None:
         named = set(injection.get("modules", ()))
         holder = next((m for m in modules if named <= {path for path, _ in m.named_modules()}), None)
         if holder is None and injection in restored:
+            modules[0].config.oqc = restored[restored.index(injection)]
             continue
-        restore(holder or modules[0], injection)
-        restored.append(injection)
+        holder = holder or modules[0]
+        restore(holder, injection)
+        restored.append(holder.config.oqc)
 
 
 def _configs(config: Any) -> list[Any]:
