@@ -81,3 +81,17 @@ def test_a_compiled_model_is_injected_under_its_own_paths(tmp_path):
     assert len(trainable(compiled)) == len(trainable(model))
     remove(compiled)
     assert list(model.state_dict()) == list(vit().state_dict())
+
+
+@pytest.mark.parametrize("handle", [lambda m: torch.compile(m, backend="eager"), nn.Sequential, lambda m: m.blocks])
+def test_what_one_handle_froze_another_thaws(handle):
+    model = vit()
+    model.blocks[0].norm1.weight = model.norm.weight
+    model.blocks[0].norm2.weight.requires_grad_(False)
+    inject(model, rank=4)
+    other = handle(model)
+    for first, second in ((model, other), (other, model)):
+        trainable(model, "all")
+        before = {id(p) for p in second.parameters() if p.requires_grad}
+        trainable(first)
+        assert {id(p) for p in trainable(second, "all")} == before

@@ -29,7 +29,7 @@ from oqc.nn.complements import INITS
 Blocks = str | slice | Iterable[int]
 SETTINGS = ("complement", "rank", "init", "gate_init", "eps", "backend")
 RECORD = "_oqc_record"  # of an injected network: the oqc entry of a transformers config, and its own path there
-FROZEN = "_oqc_frozen"  # of a model: names of the parameters that `trainable` froze
+FROZEN = "_oqc_frozen"  # of a module: names of its own parameters that `trainable` froze
 
 
 class Injected(nn.Module):
@@ -194,14 +194,19 @@ def trainable(
     if not branches and part == "complement":
         raise ValueError(f"{type(model).__name__} has no complement to train; call oqc.inject(model) first")
     kept = {id(parameter) for module in (*branches, *others) for parameter in module.parameters()}  # type: ignore[union-attr]
-    frozen: set[str] = vars(model).setdefault(FROZEN, set())
-    for name, parameter in model.named_parameters():
-        if part == "all" or id(parameter) in kept:
-            parameter.requires_grad_(parameter.requires_grad or name in frozen or id(parameter) in kept)
-            frozen.discard(name)
-        elif parameter.requires_grad:
-            parameter.requires_grad_(False)
-            frozen.add(name)
+    asked = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    for module in model.modules():
+        frozen: set[str] = vars(module).get(FROZEN, set())
+        for name, parameter in module.named_parameters(recurse=False):
+            if part == "all" or id(parameter) in kept:
+                parameter.requires_grad_(parameter.requires_grad or name in frozen or id(parameter) in kept)
+                frozen.discard(name)
+            elif id(parameter) in asked:
+                parameter.requires_grad_(False)
+                frozen.add(name)
+        vars(module).pop(FROZEN, None)
+        if frozen:
+            vars(module)[FROZEN] = frozen
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
