@@ -146,6 +146,38 @@ def test_meta_construction(complement):
     assert torch.equal(model.eval()(X), source.eval()(X))
 
 
+def test_a_branch_without_weights_is_not_taken_for_one_that_is_kept():
+    plain = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=5
+    ).eval()
+    model = copy.deepcopy(plain).to("meta")
+    inject(model, rank=8)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: .*complement\.lift\.weight"):
+        model.load_state_dict(plain.state_dict(), assign=True)
+    model.to_empty(device="cpu")
+    for block in model.blocks:
+        for parameter in block.mlp.complement.parameters():
+            nn.init.constant_(parameter, 7.0)  # what the memory may hold
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(model(X), plain(X))
+    lift = model.blocks[0].mlp.complement.lift.weight
+    assert 0 < lift.abs().max() < 0.1
+    nn.init.constant_(lift, 7.0)
+    model.load_state_dict(plain.state_dict())
+    assert lift.eq(7.0).all()
+
+
+def test_a_branch_from_the_meta_device_keeps_the_weights_that_it_was_given():
+    source = injected(init="identity")
+    with torch.device("meta"):
+        model = injected(init="identity")
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict())
+    model.load_state_dict({name: v for name, v in source.state_dict().items() if ".complement." not in name})
+    assert torch.equal(model.eval()(X), source.eval()(X))
+    assert torch.equal(model.blocks[0].mlp.complement.u.weight, source.blocks[0].mlp.complement.u.weight)
+
+
 def test_state_dict_hooks_run():
     model = injected()
     seen = []

@@ -56,8 +56,11 @@ class Complement(nn.Module):
     """The branch's parameters: u, v [D -> R], project P [H -> R], lift O [R -> H], none with a bias; and the gate.
 
     A state dict that holds nothing of the branch leaves it as it is, also with `strict=True`, so that a checkpoint of
-    the host alone loads, with a warning where the branch adds something; one that holds a part of it is an error.
+    the host alone loads, with a warning where the branch adds something; one that holds a part of it is an error. A
+    branch that `to_empty` brought off the meta device is started then; one that is still there is missing.
     """
+
+    _empty = False  # whether `to_empty` gave the weights memory, and nothing has given them values since
 
     def __init__(
         self,
@@ -102,6 +105,7 @@ class Complement(nn.Module):
         untouched, so adding a complement does not shift the random numbers that the rest of a model draws."""
         if self.lift.weight.is_meta:
             return
+        self._empty = False
         generator = generator or _side_stream(self.lift.weight.device)
         maps = [] if self.kind.shared else [self.u, self.v]
         for layer in (*maps, self.project, self.lift):
@@ -237,17 +241,25 @@ class Complement(nn.Module):
         return gate if self.alpha is None else self.alpha.squeeze(0) * gate
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if not any(name.startswith(prefix) for name in state_dict):
+        if any(name.startswith(prefix) for name in state_dict):
+            self._empty = False
+        elif not self.lift.weight.is_meta:
+            if self._empty:
+                self.init_weights()
             if not self._adds_nothing():
                 warnings.warn(_KEPT, stacklevel=2)
             self.gram = self.merged = None  # M = W O is of the old W
             state_dict.update(self.state_dict(prefix=prefix))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Complement:
+        meta = self.lift.weight.is_meta
+        super()._apply(fn, recurse)
+        self._empty = self._empty or (meta and not self.lift.weight.is_meta)
+        return self
+
     def _adds_nothing(self) -> bool:
-        """Whether the host's output is the network's: at the identity start, or where weights are yet to come."""
-        if self.lift.weight.is_meta:
-            return True
+        """Whether the host's output is the network's, as at the identity start."""
         return self.alpha is not None and not bool(self.alpha.detach().any())
 
     def extra_repr(self) -> str:
