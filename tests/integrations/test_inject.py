@@ -407,6 +407,21 @@ def test_attention_pools_and_position_biases_are_left_alone():
     assert {one.path.split(".")[-1] for one in inject(swin, rank=4).skipped} == {"cpb_mlp"}
 
 
+@pytest.mark.parametrize("run", [lambda m: inject(m, rank=4, example=X), lambda m: overlap(injected_too(m), [X])])
+def test_parts_in_evaluation_mode_stay_so(run):
+    model = vit().train()
+    model.blocks[0].eval()
+    model.patch_embed.norm.eval()
+    run(model)
+    assert model.training and model.blocks[1].mlp.training
+    assert not any(part.training for part in (*model.blocks[0].modules(), model.patch_embed.norm))
+
+
+def injected_too(model):
+    inject(model, rank=4)
+    return model
+
+
 def test_only_a_part_of_a_model():
     model = vit()
     report = inject(model.blocks[1], rank=4)

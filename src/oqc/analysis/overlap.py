@@ -11,14 +11,14 @@ Streams over batches with the literal equations, in float32, and sums in float64
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from oqc.nn import Complement
+from oqc.nn.modes import evaluating
 
 METRICS = ("before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std", "gate_token_std")
 
@@ -52,9 +52,7 @@ def overlap(model: nn.Module, batches: Iterable[Any], *, by_block: bool = False)
 
         return look
 
-    hooks = [
-        network.register_forward_pre_hook(watch(path), with_kwargs=True) for path, network in networks.items()
-    ]
+    hooks = [network.register_forward_pre_hook(watch(path), with_kwargs=True) for path, network in networks.items()]
     try:
         with evaluating(model):
             for batch in batches:
@@ -124,15 +122,3 @@ class OverlapSums:
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
     return torch.cosine_similarity(a.double(), b.double(), dim=-1).abs()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and without gradients; its mode is as before afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)

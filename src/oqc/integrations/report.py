@@ -7,11 +7,11 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from oqc.integrations.finding import Skipped
 from oqc.nn import Complement
+from oqc.nn.modes import evaluating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +88,10 @@ class Report:
                 total += x.numel() // one.width * one.flops
 
             handles.append(model.get_submodule(one.path).register_forward_pre_hook(count, with_kwargs=True))
-        training = model.training
         try:
-            with torch.no_grad():
-                model.eval()(example)
+            with evaluating(model):
+                model(example)
         finally:
-            model.train(training)
             for handle in handles:
                 handle.remove()
         return dataclasses.replace(self, flops_per_image=total // example.shape[0])
