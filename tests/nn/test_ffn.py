@@ -3,12 +3,14 @@
 import copy
 
 import pytest
+import timm
 import torch
 from torch import nn
 
 import oqc.ops
 from oqc.config import HOSTS
 from oqc.nn import KINDS, OQCFFN, Complement
+from oqc.nn.hosts import host_class
 from oqc.ops import rankspace, reference
 
 ORTHOGONAL = [name for name, kind in KINDS.items() if kind.space != "none"]
@@ -157,6 +159,29 @@ def test_signature_is_timms():
     assert list(inspect.signature(OQCFFN.__init__).parameters)[: len(names)] == names
 
 
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("bias", [(False, True), (True, False), [False, False]])
+def test_bias_and_dropout_in_pairs_as_timms(host, bias):
+    module = ffn(host, bias=bias, drop=(0.1, 0.0), backend="triton")
+    assert [module.host.fc2.bias is not None, module.host.up()[0].bias is not None] == [bias[1], bias[0]]
+    assert (module.host.drop1.p, module.host.drop2.p) == (0.1, 0.0)
+    assert parameters(module.host) == host_class(host).parameters_of(16, 24, 16, bias)
+    assert OQCFFN(16, match=4.0, host=host, bias=bias, rank=4).hidden_features % 8 == 0
+    other = copy.deepcopy(module.eval())
+    other.backend = "reference"
+    x = torch.randn(2, 9, 16)
+    assert torch.allclose(module(x), other(x), atol=1e-5)
+    if host == "mlp":
+        timms = timm.layers.Mlp(16, 24, bias=bias, drop=(0.1, 0.0))
+        plain = OQCFFN(16, 24, bias=bias, drop=(0.1, 0.0), complement="none")
+        plain.load_state_dict(timms.state_dict())
+        assert torch.equal(plain.eval()(x), timms.eval()(x))
+
+
+def parameters(module):
+    return sum(p.numel() for p in module.parameters())
+
+
 @pytest.mark.parametrize("weight_init", ["", "jax", "moco"])
 @pytest.mark.parametrize("complement", ["lowrank", "static", "dynamic"])
 def test_timms_initialiser_leaves_the_gate_alone(weight_init, complement):
@@ -241,6 +266,10 @@ def test_an_activation_in_place_leaves_a_shared_projection_its_maps(backend, gra
         ({"rank": 0}, "rank must be from 1 to the hidden width 24, got 0"),
         ({"rank": 25}, "rank must be from 1 to the hidden width 24, got 25"),
         ({"complement": "low_rank"}, "complement must be one of .*'low_rank'; did you mean 'lowrank'"),
+        (
+            {"host": "swiglu", "act_layer": nn.ReLU},
+            "act_layer is for the mlp host, got .*ReLU.* with host 'swiglu', which has its own",
+        ),
         ({"backend": "tritn"}, "backend must be one of .*'tritn'"),
     ],
 )

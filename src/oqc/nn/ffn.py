@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from oqc import ops
 from oqc.config import BACKENDS, COMPLEMENTS, check_choice, check_positive
 from oqc.nn.complements import Complement
-from oqc.nn.hosts import AFBO, GATES, GLU, MLP, Host, host_class, match_hidden
+from oqc.nn.hosts import AFBO, GATES, GLU, MLP, Bias, Host, host_class, match_hidden
 
 
 class OQCFFN(nn.Module):
@@ -31,8 +31,8 @@ class OQCFFN(nn.Module):
         out_features: int | None = None,
         act_layer: Callable[[], nn.Module] = nn.GELU,
         norm_layer: Callable[..., nn.Module] | None = None,
-        bias: bool = True,
-        drop: float = 0.0,
+        bias: Bias = True,
+        drop: float | tuple[float, float] = 0.0,
         use_conv: bool = False,
         device: Any = None,
         dtype: Any = None,
@@ -62,6 +62,8 @@ class OQCFFN(nn.Module):
             hidden = match_hidden(host, in_features, ratio=match, out=out, bias=bias, groups=groups)
         if groups != 1 and host != "afbo":
             raise ValueError(f"groups is for the afbo host, got groups {groups} with host {host!r}")
+        if cls is not MLP and act_layer is not nn.GELU:  # which timm hands to every network that it is not told about
+            raise ValueError(f"act_layer is for the mlp host, got {act_layer!r} with host {host!r}, which has its own")
         self.use_conv, self.backend, self.host_name = use_conv, backend, host
         self.in_features, self.hidden_features = in_features, hidden
         self.options: dict[str, Any] = {  # what `mlp_layer` takes, for saving

@@ -20,6 +20,13 @@ from oqc.ops import acts, mark_activation
 from oqc.ops.plain import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
+Bias = bool | tuple[bool, bool]  # of the layers that read the input, and of fc2
+
+
+def pair(value: Any) -> tuple[Any, Any]:
+    """One for before the hidden map and one for after it, as timm's Mlp takes its bias and dropout."""
+    first, second = value if isinstance(value, (tuple, list)) else (value, value)
+    return first, second
 
 
 class Host(nn.Module):
@@ -28,12 +35,14 @@ class Host(nn.Module):
     fc2: nn.Linear
     act: Any  # what stands between the maps and b, where that is all
 
-    def __init__(self, hidden: int, out: int, bias: bool, drop: float, norm_layer: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, hidden: int, out: int, bias: bool, drop: float | tuple[float, float], norm_layer: Any, **kwargs: Any
+    ) -> None:
         super().__init__()
-        self.drop1 = nn.Dropout(drop)
+        self.drop1 = nn.Dropout(pair(drop)[0])
         self.norm = norm_layer(hidden, **kwargs) if norm_layer is not None else nn.Identity()
         self.fc2 = nn.Linear(hidden, out, bias=bias, **kwargs)
-        self.drop2 = nn.Dropout(drop)
+        self.drop2 = nn.Dropout(pair(drop)[1])
 
     def up(self) -> tuple[nn.Module, ...]:
         """The layers that read the input."""
@@ -59,15 +68,17 @@ class Host(nn.Module):
 class MLP(Host):
     """b = act(A x)."""
 
-    def __init__(self, width: int, hidden: int, out: int, *, bias: bool, act: Any, **kwargs: Any) -> None:
-        super().__init__(hidden, out, bias, **kwargs)
-        self.fc1 = nn.Linear(width, hidden, bias=bias, **_factory(kwargs))
+    def __init__(self, width: int, hidden: int, out: int, *, bias: Bias, act: Any, **kwargs: Any) -> None:
+        first, last = pair(bias)
+        super().__init__(hidden, out, last, **kwargs)
+        self.fc1 = nn.Linear(width, hidden, bias=first, **_factory(kwargs))
         self.act = act()
         mark_activation(self.act)
 
     @staticmethod
-    def parameters_of(width: int, hidden: int, out: int, bias: bool = True, groups: int = 1) -> int:
-        return width * hidden + hidden * out + bias * (hidden + out)
+    def parameters_of(width: int, hidden: int, out: int, bias: Bias = True, groups: int = 1) -> int:
+        first, last = pair(bias)
+        return width * hidden + hidden * out + first * hidden + last * out
 
     def up(self) -> tuple[nn.Module, ...]:
         return (self.fc1,)
@@ -79,15 +90,17 @@ class MLP(Host):
 class GLU(Host):
     """b = act(A x) * (B x): GLU (sigmoid), bilinear (no activation), ReGLU, GEGLU, SwiGLU."""
 
-    def __init__(self, width: int, hidden: int, out: int, *, bias: bool, act: Activation, **kwargs: Any) -> None:
-        super().__init__(hidden, out, bias, **kwargs)
-        self.fc1_g = nn.Linear(width, hidden, bias=bias, **_factory(kwargs))
-        self.fc1_x = nn.Linear(width, hidden, bias=bias, **_factory(kwargs))
+    def __init__(self, width: int, hidden: int, out: int, *, bias: Bias, act: Activation, **kwargs: Any) -> None:
+        first, last = pair(bias)
+        super().__init__(hidden, out, last, **kwargs)
+        self.fc1_g = nn.Linear(width, hidden, bias=first, **_factory(kwargs))
+        self.fc1_x = nn.Linear(width, hidden, bias=first, **_factory(kwargs))
         self.act = act
 
     @staticmethod
-    def parameters_of(width: int, hidden: int, out: int, bias: bool = True, groups: int = 1) -> int:
-        return 2 * width * hidden + hidden * out + bias * (2 * hidden + out)
+    def parameters_of(width: int, hidden: int, out: int, bias: Bias = True, groups: int = 1) -> int:
+        first, last = pair(bias)
+        return 2 * width * hidden + hidden * out + first * 2 * hidden + last * out
 
     def up(self) -> tuple[nn.Module, ...]:
         return self.fc1_g, self.fc1_x
@@ -110,13 +123,14 @@ class AFBO(Host):
         hidden: int,
         out: int,
         *,
-        bias: bool,
+        bias: Bias,
         groups: int,
         grid: tuple[int, int] | None,
         prefix_tokens: int,
         **kwargs: Any,
     ) -> None:
-        super().__init__(hidden, out, bias, **kwargs)
+        first, last = pair(bias)
+        super().__init__(hidden, out, last, **kwargs)
         if groups != 1:
             if groups % 2:
                 raise ValueError(f"groups must be 1 (dense) or an even number, got {groups}")
@@ -126,18 +140,19 @@ class AFBO(Host):
         factory = _factory(kwargs)
         self.grid, self.prefix_tokens = grid, prefix_tokens
         if groups == 1:
-            self.map_a: nn.Module = nn.Linear(width, hidden, bias=bias, **factory)
-            self.map_b: nn.Module = nn.Linear(width, hidden, bias=bias, **factory)
+            self.map_a: nn.Module = nn.Linear(width, hidden, bias=first, **factory)
+            self.map_b: nn.Module = nn.Linear(width, hidden, bias=first, **factory)
         else:
-            self.map_a = CycleMap(width, hidden, groups, bias=bias, **factory)
-            self.map_b = CrossMap(width, hidden, groups // 2, bias=bias, **factory)
-        self.spatial_a = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, bias=bias, **factory)
-        self.spatial_b = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, bias=bias, **factory)
+            self.map_a = CycleMap(width, hidden, groups, bias=first, **factory)
+            self.map_b = CrossMap(width, hidden, groups // 2, bias=first, **factory)
+        self.spatial_a = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, bias=first, **factory)
+        self.spatial_b = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, bias=first, **factory)
 
     @staticmethod
-    def parameters_of(width: int, hidden: int, out: int, bias: bool = True, groups: int = 1) -> int:
+    def parameters_of(width: int, hidden: int, out: int, bias: Bias = True, groups: int = 1) -> int:
+        first, last = pair(bias)
         channel = 2 * width * hidden // (1 if groups == 1 else groups // 2)
-        return channel + 18 * hidden + hidden * out + bias * (4 * hidden + out)
+        return channel + 18 * hidden + hidden * out + first * 4 * hidden + last * out
 
     def up(self) -> tuple[nn.Module, ...]:
         return self.map_a, self.map_b
@@ -238,7 +253,7 @@ def host_class(name: str) -> type[MLP] | type[GLU] | type[AFBO]:
 
 
 def match_hidden(
-    host: str, width: int, *, ratio: float = 4.0, out: int | None = None, bias: bool = True, groups: int = 1
+    host: str, width: int, *, ratio: float = 4.0, out: int | None = None, bias: Bias = True, groups: int = 1
 ) -> int:
     """The hidden width, a multiple of 8 (and of `groups`), at which the host's parameters come nearest to an MLP's
     whose hidden width is `ratio` times `width`."""
