@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import math
+import numbers
 import types
 import typing
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class FFN:
     drop: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         check_choice("host", self.host, HOSTS)
         check_choice("complement", self.complement, COMPLEMENTS)
         if self.hidden is not None:
@@ -71,6 +73,7 @@ class Model:
     ffn: FFN = field(default_factory=FFN)
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         for name in ("image_size", "patch_size", "channels", "width", "depth", "heads"):
             check_positive(name, getattr(self, name))
         if self.num_classes < 0:
@@ -166,13 +169,24 @@ def nearest(value: str, allowed: typing.Iterable[str]) -> str:
 
 
 def check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be more than 0 and finite, got {value}")
+    if not (is_number(value) and 0 < value < math.inf):
+        raise ValueError(f"{name} must be more than 0 and finite, got {value!r}")
 
 
 def check_not_negative(name: str, value: float) -> None:
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be 0 or more and finite, got {value}")
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def whole(name: str, value: object, least: int | None = None) -> int:
+    """A whole number, NumPy's too, as Python's own."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or (least is not None and value < least):
+        raise ValueError(f"{name} must be a whole number{'' if least is None else f' from {least} on'}, got {value!r}")
+    return int(value)
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
@@ -224,11 +238,19 @@ def _coerce(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
             raise ValueError(f"{where} must be {len(args)} numbers, got {value!r}")
         return tuple(_coerce(a, v, where) for a, v in zip(args, value, strict=True))
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and is_number(value):
         return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    if kind is int:
+        return whole(where, value)
+    if not isinstance(value, kind):
         raise ValueError(f"{where} must be {_kind_name(kind)}, got {value!r}")
     return value
+
+
+def _check_kinds(config: Any) -> None:
+    """Names the first field that is of another kind than its annotation says; NumPy's numbers become Python's."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        object.__setattr__(config, name, _coerce(kind, getattr(config, name), name))
 
 
 def _kind_name(kind: type) -> str:

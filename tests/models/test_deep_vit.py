@@ -1,5 +1,6 @@
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -170,12 +171,24 @@ def test_names_and_overrides():
         (lambda: oqc.create_model(TINY, host="mpl"), "host must be one of .*'mpl'; did you mean 'mlp'"),
         (lambda: oqc.create_model(TINY, complement="ful"), "'ful'; did you mean 'full'"),
         (lambda: oqc.create_model(TINY, depth=1), "readout needs a depth of at least 2, got depth 1"),
+        (lambda: oqc.create_model(TINY, complement="lowrank", rank=4.0), "rank must be a whole number, got 4.0"),
+        (lambda: oqc.create_model(TINY, num_classes=10.0), "num_classes must be a whole number, got 10.0"),
+        (
+            lambda: oqc.create_model(TINY, dtype="float32"),
+            "dtype must be a torch.dtype of floating point, got 'float32'",
+        ),
         (lambda: tiny()(torch.randn(2, 1, 8, 9)), r"the input must be \[B, 1, 8, 8\], got \[2, 1, 8, 9\]"),
     ],
 )
 def test_mistakes_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_numpys_numbers_are_taken():
+    options = {"complement": "lowrank", "rank": np.int64(4), "num_classes": np.int32(5), "eps": np.float32(1e-6)}
+    config = oqc.create_model(TINY, **options).config
+    assert (type(config.ffn.rank), type(config.num_classes), type(config.ffn.eps)) == (int, int, float)
 
 
 def test_built_on_the_meta_device():

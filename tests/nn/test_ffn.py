@@ -270,12 +270,29 @@ def test_an_activation_in_place_leaves_a_shared_projection_its_maps(backend, gra
             {"host": "swiglu", "act_layer": nn.ReLU},
             "act_layer is for the mlp host, got .*ReLU.* with host 'swiglu', which has its own",
         ),
+        ({"rank": 4.0}, "rank must be a whole number, got 4.0"),
+        ({"out_features": -4}, "out_features must be a whole number from 1 on, got -4"),
+        ({"grid": 3}, r"grid must be None or \(rows, columns\), got 3"),
+        ({"act_layer": "gelu"}, "act_layer must be a class of modules or a function that makes one, got 'gelu'"),
+        ({"norm_layer": "layer"}, "norm_layer must be a class of modules or a function that makes one, got 'layer'"),
+        ({"eps": "x"}, "eps must be more than 0 and finite, got 'x'"),
+        ({"gate_init": "x"}, "gate_init must be a finite number, got 'x'"),
+        ({"bias": "no"}, "bias must be one value or two, got 'no'"),
+        ({"drop": (0.1, 0.1, 0.1)}, r"drop must be one value or two, got \(0.1, 0.1, 0.1\)"),
+        ({"dtype": "float32"}, "dtype must be a torch.dtype of floating point, got 'float32'"),
         ({"backend": "tritn"}, "backend must be one of .*'tritn'"),
     ],
 )
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         ffn(**options)
+
+
+def test_bad_widths_and_inputs():
+    with pytest.raises(ValueError, match=r"hidden_features must be a whole number from 1 on, got 32\.0"):
+        OQCFFN(16, 32.0)
+    with pytest.raises(ValueError, match=r"with use_conv the input must be \[B, 16, h, w\], got \[2, 9, 16\]"):
+        ffn(use_conv=True)(torch.randn(2, 9, 16))
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

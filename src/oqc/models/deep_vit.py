@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from oqc import ops, seeding
-from oqc.config import Model
+from oqc.config import Model, whole
 from oqc.nn import OQCFFN, Complement, PenultimateResidual, fold_together
+from oqc.nn.complements import check_dtype
 
 
 class Attention(nn.Module):
@@ -89,7 +90,8 @@ class DeepViT(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+        check_dtype(dtype)
+        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else whole("seed", seed, 0)
         factory = {"device": device, "dtype": dtype}
         self.config = config
         tokens = (config.image_size // config.patch_size) ** 2

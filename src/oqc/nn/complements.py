@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from oqc import ops
-from oqc.config import COMPLEMENTS, check_choice
+from oqc.config import COMPLEMENTS, check_choice, check_positive, is_number, whole
 from oqc.ops.reference import Map, Space
 
 INITS = ("paper", "identity")
@@ -78,13 +78,16 @@ class Complement(nn.Module):
         super().__init__()
         check_choice("complement", name, KINDS)
         check_choice("init", init, INITS)
+        check_positive("eps", eps)
+        check_dtype(dtype)
+        rank, eps = whole("rank", rank), float(eps)
         if not 1 <= rank <= hidden:
             raise ValueError(f"rank must be from 1 to the hidden width {hidden}, got {rank}")
-        if gate_init is not None and not math.isfinite(gate_init):
-            raise ValueError(f"gate_init must be a finite number, got {gate_init}")
+        if gate_init is not None and not (is_number(gate_init) and math.isfinite(gate_init)):
+            raise ValueError(f"gate_init must be a finite number, got {gate_init!r}")
         factory = {"device": torch.get_default_device() if device is None else device, "dtype": dtype}
         self.name, self.kind, self.rank, self.init, self.eps = name, KINDS[name], rank, init, eps
-        self.gate_init = self.kind.gate_init if gate_init is None else gate_init
+        self.gate_init = self.kind.gate_init if gate_init is None else float(gate_init)
         if not self.kind.shared:
             self.u = _linear(width, rank, **factory)
             self.v = _linear(width, rank, **factory)
@@ -264,6 +267,11 @@ class Complement(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, rank={self.rank}, init={self.init!r}"
+
+
+def check_dtype(dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a torch.dtype of floating point, got {dtype!r}")
 
 
 def _linear(inputs: int, outputs: int, *, bias: bool = False, **factory: Any) -> nn.Linear:

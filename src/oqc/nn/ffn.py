@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from oqc import ops
-from oqc.config import BACKENDS, COMPLEMENTS, check_choice, check_positive
-from oqc.nn.complements import Complement
+from oqc.config import BACKENDS, COMPLEMENTS, check_choice, check_positive, whole
+from oqc.nn.complements import Complement, check_dtype
 from oqc.nn.hosts import AFBO, GATES, GLU, MLP, Bias, Host, host_class, match_hidden
 
 
@@ -53,11 +53,22 @@ class OQCFFN(nn.Module):
         check_choice("complement", complement, COMPLEMENTS)
         check_choice("backend", backend, BACKENDS)
         cls = host_class(host)
-        for name, value in (("in_features", in_features), ("eps", eps), ("match", 1 if match is None else match)):
+        for name, value in (("eps", eps), ("match", 1 if match is None else match)):
             check_positive(name, value)
-        check_positive("hidden_features", 1 if hidden_features is None else hidden_features)
-        out = out_features or in_features
-        hidden = hidden_features or in_features
+        for name, made in (("act_layer", act_layer), ("norm_layer", norm_layer or nn.LayerNorm)):
+            if not callable(made):
+                raise ValueError(f"{name} must be a class of modules or a function that makes one, got {made!r}")
+        for name, both in (("bias", bias), ("drop", drop)):
+            if not (isinstance(both, (bool, int, float)) or (isinstance(both, (tuple, list)) and len(both) == 2)):
+                raise ValueError(f"{name} must be one value or two, got {both!r}")
+        if grid is not None and not (isinstance(grid, (tuple, list)) and len(grid) == 2):
+            raise ValueError(f"grid must be None or (rows, columns), got {grid!r}")
+        check_dtype(dtype)
+        in_features, groups = whole("in_features", in_features, 1), whole("groups", groups)
+        rank, prefix_tokens = whole("rank", rank), whole("prefix_tokens", prefix_tokens, 0)
+        grid = None if grid is None else (whole("grid", grid[0], 1), whole("grid", grid[1], 1))
+        out = in_features if out_features is None else whole("out_features", out_features, 1)
+        hidden = in_features if hidden_features is None else whole("hidden_features", hidden_features, 1)
         if match is not None:
             hidden = match_hidden(host, in_features, ratio=match, out=out, bias=bias, groups=groups)
         if groups != 1 and host != "afbo":
@@ -166,6 +177,8 @@ class OQCFFN(nn.Module):
         return x, kept, self.host.mix(*maps)
 
     def _enter(self, x: Tensor) -> Tensor:
+        if self.use_conv and x.dim() != 4:
+            raise ValueError(f"with use_conv the input must be [B, {self.in_features}, h, w], got {list(x.shape)}")
         return x.permute(0, 2, 3, 1) if self.use_conv else x  # [B, h, w, D]
 
     def _leave(self, y: Tensor) -> Tensor:
@@ -230,6 +243,6 @@ def mlp_layer(complement: str = "lowrank", rank: int = 56, **options: Any) -> Ca
     `options` are OQCFFN's keyword arguments: `host`, `match`, `gate_init`, ... To fine-tune pretrained weights give
     `init="identity"`, which `inject` has by default and a network that is built does not.
     """
-    size = max(1, rank) * options.get("groups", 1)
+    size = max(1, whole("rank", rank)) * whole("groups", options.get("groups", 1))
     OQCFFN(size, size, complement=complement, rank=rank, device="meta", **options)  # mistakes show here, not in timm
     return partial(OQCFFN, complement=complement, rank=rank, **options)
