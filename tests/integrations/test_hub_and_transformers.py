@@ -149,6 +149,29 @@ def test_deep_vit_through_the_mixin(tmp_path):
         HubDeepViT.of(nn.Linear(2, 2))
 
 
+def test_what_is_no_shared_deep_vit_is_named(tmp_path):
+    hub = HubDeepViT.of(deep_vit())
+    assert HubDeepViT.of(hub) is hub
+    hub.save_pretrained(tmp_path / "hub")
+    (tmp_path / "hub" / "oqc.json").unlink()
+    with pytest.raises(ValueError, match=r"is not a shared Deep-ViT: it has no oqc\.json$"):
+        HubDeepViT.from_pretrained(tmp_path / "hub")
+    with pytest.raises(ValueError, match=r"is not a saved model: it has no oqc\.json$"):
+        load(tmp_path / "hub")
+    save(transformers.ViTModel(transformers.ViTConfig(**VISION)), tmp_path / "vit")
+    with pytest.raises(ValueError, match=r"holds a ViTModel, not a DeepViT: use oqc\.load"):
+        HubDeepViT.from_pretrained(tmp_path / "vit")
+
+
+@pytest.mark.parametrize("entry", ["yes", {"modules": 5}, {"modules": [[1]]}])
+def test_an_entry_that_is_none_is_named(tmp_path, entry):
+    vit().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"oqc": entry}))
+    with pytest.raises(ValueError, match="has no injected model: its config has no oqc entry"):
+        load(tmp_path)
+
+
 @torch.no_grad()
 def test_push_and_pull(tmp_path, monkeypatch):
     """The hub is a folder here: what is uploaded is what is downloaded."""

@@ -1,9 +1,11 @@
 """inject, remove, trainable: what they change, what they leave, and what they refuse."""
 
 import copy
+import json
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -234,6 +236,8 @@ def injected():
         (vit, {"seed": -1}, "seed must be a whole number from 0 on, got -1"),
         (vit, {"seed": 1.5}, "seed must be a whole number from 0 on, got 1.5"),
         (vit, {"example": torch.zeros(1, 3, 5, 5)}, r"example of shape \[1, 3, 5, 5\] does not run through"),
+        (vit, {"example": X[:0]}, r"example must hold an input or several, got one of shape \[0, 3, 32, 32\]"),
+        (vit, {"eps": "x"}, "eps must be more than 0 and finite, got 'x'"),
         (vit, {"eps": -1.0}, "eps must be more than 0 and finite, got -1.0"),
         (vit, {"rank": 129}, "rank must be from 1 to the hidden width 128 of blocks.0.mlp, got 129"),
         (vit, {"rank": 0}, "rank must be from 1"),
@@ -262,6 +266,24 @@ def test_refusals_name_the_fault_and_change_nothing(make, options, message):
 def test_what_is_not_a_model_is_named():
     with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got str"):
         inject("vit_small_patch16_224")
+    for call in (remove, trainable, lambda model: oqc.save(model, "somewhere")):
+        with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got OrderedDict"):
+            call(vit().state_dict())
+
+
+def test_numpys_numbers_are_taken():
+    model, twin = vit(), vit()
+    inject(
+        model,
+        rank=np.int64(4),
+        blocks=np.array([0, -1]),
+        gate_init=np.float32(0.5),
+        eps=np.float64(1e-5),
+        seed=np.int64(3),
+    )
+    inject(twin, rank=4, blocks=[0, -1], gate_init=0.5, eps=1e-5, seed=3)
+    assert json.dumps(specification(model)) == json.dumps(specification(twin))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 class Functional(nn.Module):
@@ -413,7 +435,8 @@ def test_parts_in_evaluation_mode_stay_so(run):
     model.blocks[0].eval()
     model.patch_embed.norm.eval()
     run(model)
-    assert model.training and model.blocks[1].mlp.training
+    assert model.training
+    assert model.blocks[1].mlp.training
     assert not any(part.training for part in (*model.blocks[0].modules(), model.patch_embed.norm))
 
 

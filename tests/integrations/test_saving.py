@@ -192,6 +192,7 @@ def injection(path, **fields):
         (lambda f: base(f / "oqc.json", arguments={"foo": 1}), "oqc.json tells of no model that can be built"),
         (lambda f: change(f / "oqc.json", tied=[1]), "oqc.json is damaged: tied must name tensors of"),
         (lambda f: change(f / "oqc.json", tied={"head.weight": "x"}), "oqc.json is damaged: tied must name tensors of"),
+        (lambda f: change(f / "oqc.json", tied={"a": ["b"]}), "oqc.json is damaged: tied must name tensors of"),
         (lambda f: injection(f / "oqc.json", modules=3), "oqc.json tells of no model that can be built"),
         (lambda f: injection(f / "oqc.json", rank=2), "does not fit the model in oqc.json"),
     ],
@@ -201,6 +202,25 @@ def test_damage_and_trickery_are_named(tmp_path, damage, message):
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
+
+
+def test_no_folder_is_not_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="path must name a folder, got ''"):
+        save(vit(), "", arguments=ARGUMENTS)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("indices", [None, (1, 3)])
+@torch.no_grad()
+def test_a_timm_model_of_features(tmp_path, indices):
+    options = {"depths": (1, 1, 1, 1), "embed_dim": 24, "img_size": 64, "window_size": 2}
+    given = options if indices is None else options | {"out_indices": indices}
+    model = timm.create_model("swin_tiny_patch4_window7_224", features_only=True, **given).eval()
+    inject(model, "lowrank", rank=8, init="paper")
+    save(model, tmp_path, arguments=options)
+    x = torch.randn(1, 3, 64, 64)
+    assert all(torch.equal(a, b) for a, b in zip(load(tmp_path)(x), model(x), strict=True))
 
 
 def test_nothing_half_written_is_left(tmp_path, monkeypatch):

@@ -134,6 +134,8 @@ def _describe_timm(model: nn.Module) -> Base:
     derived["num_classes"] = getattr(classifier, "out_features", getattr(model, "num_classes", None))
     taken = {name for cls in type(model).__mro__ for name in inspect.signature(cls.__init__).parameters}  # type: ignore[misc]
     arguments = {key: v for key, v in derived.items() if v is not None and _is_plain(v) and key in taken}
+    if type(model).__module__ == "timm.models._features":
+        arguments |= {"features_only": True, "out_indices": list(model.feature_info.out_indices)}  # type: ignore[arg-type, union-attr]
     options = next((part.options for part in model.modules() if isinstance(part, OQCFFN)), None)
     return Base(library="timm", name=name, arguments=arguments, mlp_layer=options)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelHubMixin, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 
 from oqc.integrations.saving import RECORD, TENSORS, load, save
 from oqc.models import DeepViT
@@ -31,6 +32,8 @@ class HubDeepViT(
     @classmethod
     def of(cls, model: DeepViT) -> HubDeepViT:
         """The same model, not a copy, with the hub's methods."""
+        if isinstance(model, cls):
+            return model
         if type(model) is not DeepViT:
             raise ValueError(f"the hub takes a DeepViT here, got a {type(model).__name__}")
         model.__class__ = cls
@@ -47,8 +50,14 @@ class HubDeepViT(
         if not folder.is_dir():
             wanted = ("revision", "cache_dir", "force_download", "local_files_only", "token")
             options = {name: options[name] for name in wanted}
-            files = [hf_hub_download(model_id, name, **options) for name in (TENSORS, RECORD)]
+            try:
+                files = [hf_hub_download(model_id, name, **options) for name in (TENSORS, RECORD)]
+            except EntryNotFoundError:
+                raise ValueError(f"{model_id} is not a shared Deep-ViT: it lacks {TENSORS} or {RECORD}") from None
             folder = Path(files[-1]).parent
+        if not (folder / RECORD).exists():
+            raise ValueError(f"{model_id} is not a shared Deep-ViT: it has no {RECORD}")
         model = load(folder, map_location)
-        assert isinstance(model, DeepViT)
+        if not isinstance(model, DeepViT):
+            raise ValueError(f"{model_id} holds a {type(model).__name__}, not a DeepViT: use oqc.load")
         return cls.of(model)

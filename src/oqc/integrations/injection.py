@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import numbers
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from oqc import ops, seeding
-from oqc.config import BACKENDS, check_choice, check_positive
+from oqc.config import BACKENDS, check_choice, check_positive, is_number, whole
 from oqc.integrations.finding import Found, find, inputs_of, quantised
 from oqc.integrations.layouts import Layout
 from oqc.integrations.report import Replaced, Report
-from oqc.integrations.wrappers import check_not_parallel, uncompiled
+from oqc.integrations.wrappers import check_model, check_not_parallel, uncompiled
 from oqc.nn import KINDS, OQCFFN, Complement
 from oqc.nn.complements import INITS
 
@@ -109,7 +110,13 @@ def inject(
     check_choice("complement", complement, KINDS)
     check_choice("init", init, INITS)
     check_choice("backend", backend, BACKENDS)
-    _check_numbers(model, rank, gate_init, eps, seed)
+    check_model(model)
+    rank, seed = whole("rank", rank), None if seed is None else whole("seed", seed, 0)
+    if gate_init is not None and not (is_number(gate_init) and math.isfinite(gate_init)):
+        raise ValueError(f"gate_init must be a finite number, got {gate_init!r}")
+    check_positive("eps", eps)
+    if isinstance(example, Tensor) and not example.numel():
+        raise ValueError(f"example must hold an input or several, got one of shape {_shape(example)}")
     model = uncompiled(model)
     check_not_parallel(model)
     kind = type(model).__name__
@@ -157,6 +164,7 @@ def inject(
 
 def remove(model: nn.Module) -> None:
     """Undoes `inject`, in a part of the model or all of it: every module is what it was before."""
+    check_model(model)
     model = uncompiled(model)
     modules = [module for _, module in injected(model)]
     if not modules:
@@ -186,6 +194,7 @@ def trainable(
     With "all" it thaws what it froze before; what the model or you froze, as fixed positions are, stays so.
     """
     check_choice("part", part, ("complement", "all"))
+    check_model(model)
     model = uncompiled(model)
     others = [also] if isinstance(also, nn.Module) else list(also)
     if not all(isinstance(module, nn.Module) for module in others):
@@ -272,26 +281,8 @@ def _attach(one: Found, branch: Complement, backend: str) -> None:
     module.__class__ = injected_class(type(module))
 
 
-def _check_numbers(model: object, rank: object, gate_init: object, eps: object, seed: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not _is_whole(rank):
-        raise ValueError(f"rank must be a whole number, got {rank!r}")
-    for name, value in (("gate_init", gate_init), ("eps", eps)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and math.isfinite(value)):  # type: ignore[arg-type]
-            raise ValueError(f"{name} must be a finite number, got {value!r}")
-    if seed is not None and not (_is_whole(seed) and seed >= 0):  # type: ignore[operator]
-        raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
-    check_positive("eps", eps)  # type: ignore[arg-type]
-
-
 def _shape(example: object) -> str:
     return str(list(example.shape)) if isinstance(example, Tensor) else type(example).__name__
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
@@ -302,21 +293,25 @@ def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
             raise ValueError(_blocks_are(blocks))
         chosen = found
     else:
-        numbers = list(blocks) if isinstance(blocks, Iterable) else [None]
-        for number in numbers:
+        picks = list(blocks) if isinstance(blocks, Iterable) else [None]
+        for number in picks:
             if not _is_whole(number):
                 raise ValueError(_blocks_are(blocks))
             if not -len(found) <= number < len(found):
                 raise ValueError(
                     f"blocks has {number}, but {kind} has {len(found)} feed-forward networks: 0 to {len(found) - 1}"
                 )
-        picked = {number % len(found) for number in numbers}
+        picked = {number % len(found) for number in picks}
         chosen = [one for i, one in enumerate(found) if i in picked]
     if not chosen:
         raise ValueError(
             f"blocks {blocks!r} picks none of the {len(found)} feed-forward networks of {kind}: 0 to {len(found) - 1}"
         )
     return chosen
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _blocks_are(given: object) -> str:
@@ -338,7 +333,8 @@ def _seed_of_now() -> int:
 def tells(config: object) -> bool:
     """Whether a transformers config tells of an injection."""
     record = getattr(config, "oqc", None)
-    return isinstance(record, dict) and bool(record.get("modules"))
+    paths = record.get("modules") if isinstance(record, dict) else None
+    return isinstance(paths, list) and bool(paths) and all(isinstance(path, str) for path in paths)
 
 
 def _record(model: nn.Module, chosen: list[Found]) -> None:

@@ -22,7 +22,7 @@ from oqc.integrations import bases
 from oqc.integrations.bases import Base
 from oqc.integrations.folding import fold, is_folded
 from oqc.integrations.injection import restore, specification
-from oqc.integrations.wrappers import uncompiled
+from oqc.integrations.wrappers import check_model, uncompiled
 
 FORMAT = 1
 TENSORS, RECORD = "model.safetensors", "oqc.json"
@@ -37,7 +37,10 @@ def save(
     compared first; where its own attributes do not tell how it was made, `arguments` are what its constructor was
     given (timm: the keywords of `create_model`) and `name` is its name in its library.
     """
+    check_model(model)
     folder = Path(path)
+    if not str(path):
+        raise ValueError("path must name a folder, got ''")
     check_folder("path", folder)
     if (folder / TENSORS).exists() and not (folder / RECORD).exists():
         raise ValueError(f"{folder} has a {TENSORS} that oqc.save did not write; name another folder")
@@ -76,12 +79,13 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     """
     folder = Path(path)
     if not (folder / RECORD).exists():
-        if _is_run(folder / "config.json"):
+        config = _config(folder / "config.json")
+        if {"model", "data", "train"} <= config.keys():
             raise ValueError(
                 f"{folder} is a run of oqc train; write its model to a folder for oqc.load with:"
                 f" oqc export {shlex.quote(str(folder))} --to safetensors --out FOLDER"
             )
-        if (folder / "config.json").exists():
+        if not config.keys().isdisjoint(("architectures", "model_type")):
             from oqc.integrations.transformers import from_pretrained
 
             return from_pretrained(folder).to(device)
@@ -105,7 +109,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
 
 def _tied(record: dict[str, Any], tensors: dict[str, Tensor], path: Path) -> dict[str, str]:
     tied = record["tied"]
-    if not isinstance(tied, dict) or not all(kept in tensors for kept in tied.values()):
+    if not isinstance(tied, dict) or not all(isinstance(one, str) and one in tensors for one in tied.values()):
         raise ValueError(f"{path} is damaged: tied must name tensors of {TENSORS}")
     return tied
 
@@ -159,13 +163,13 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _is_run(config: Path) -> bool:
-    """Whether a file is the config of a run, and not that of a transformers model."""
+def _config(path: Path) -> dict[str, Any]:
+    """A config.json, of a run or of a transformers model; empty where there is none."""
     try:
-        found = json.loads(config.read_bytes())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and {"model", "data", "train"} <= found.keys()
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _read(path: Path) -> dict[str, Any]:

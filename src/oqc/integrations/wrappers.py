@@ -7,6 +7,11 @@ from torch import nn
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")  # the last: made by fully_shard
 
 
+def check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """The model inside torch.compile's wrapper, whose paths are those of the plain model."""
     inner = getattr(model, "_orig_mod", None)
