@@ -149,6 +149,15 @@ def test_deep_vit_through_the_mixin(tmp_path):
         HubDeepViT.of(nn.Linear(2, 2))
 
 
+def test_the_hubs_config_follows_the_head(tmp_path):
+    hub = HubDeepViT.of(deep_vit())
+    for classes in (7, 0):
+        hub.head = nn.Linear(32, classes) if classes else nn.Identity()
+        hub.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["num_classes"] == classes
+        assert HubDeepViT.from_pretrained(tmp_path).config.num_classes == classes
+
+
 def test_what_is_no_shared_deep_vit_is_named(tmp_path):
     hub = HubDeepViT.of(deep_vit())
     assert HubDeepViT.of(hub) is hub

@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub import ModelHubMixin, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
+from oqc.integrations import bases
 from oqc.integrations.saving import RECORD, TENSORS, load, save
 from oqc.models import DeepViT
 
@@ -38,11 +39,12 @@ class HubDeepViT(
             raise ValueError(f"the hub takes a DeepViT here, got a {type(model).__name__}")
         model.__class__ = cls
         assert isinstance(model, HubDeepViT)
-        model._hub_mixin_config = model.config  # config.json, by which the hub shows and counts a model
         return model
 
     def _save_pretrained(self, save_directory: Path) -> None:
         save(self, save_directory)
+        # config.json, by which the hub shows and counts a model: as it is now
+        self._hub_mixin_config = bases.describe(self).arguments["config"]
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, map_location: str = "cpu", **options: Any) -> HubDeepViT:
