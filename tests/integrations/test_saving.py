@@ -223,6 +223,19 @@ def test_a_timm_model_of_features(tmp_path, indices):
     assert all(torch.equal(a, b) for a, b in zip(load(tmp_path)(x), model(x), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("vit_tiny_patch16_224", ARGUMENTS), ("swin_tiny_patch4_window7_224", {"depths": (1, 1, 1, 1), "embed_dim": 24})],
+)
+def test_timms_stochastic_depth_is_told_by_the_model(tmp_path, name, options):
+    model = timm.create_model(name, drop_path_rate=0.25, **options)
+    inject(model, "lowrank", rank=8)
+    save(model, tmp_path, arguments=options)
+    found = [part.drop_prob for part in load(tmp_path).modules() if type(part).__name__ == "DropPath"]
+    assert found == [part.drop_prob for part in model.modules() if type(part).__name__ == "DropPath"]
+    assert max(found) == pytest.approx(0.25)
+
+
 def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     """A crash while writing leaves the old model whole."""
     model = vit()

@@ -129,6 +129,8 @@ def _describe_timm(model: nn.Module) -> Base:
     derived: dict[str, Any] = {"in_chans": getattr(model, "in_chans", None)}
     derived["global_pool"] = getattr(model, "global_pool", None)
     derived["img_size"] = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    paths = [part.drop_prob for part in model.modules() if type(part).__name__ == "DropPath"]
+    derived["drop_path_rate"] = max(paths, default=None)  # type: ignore[type-var]
     classifier = model.get_classifier() if hasattr(model, "get_classifier") else None  # type: ignore[operator]
     classifier = classifier[0] if isinstance(classifier, tuple) else classifier  # distilled models have two
     derived["num_classes"] = getattr(classifier, "out_features", getattr(model, "num_classes", None))
