@@ -1,5 +1,6 @@
 """Sharing: transformers' own save_pretrained, and Deep-ViT through huggingface_hub's mixin."""
 
+import copy
 import json
 import logging
 import shutil
@@ -283,6 +284,17 @@ def test_after_a_part_is_removed_the_record_has_what_still_stands(tmp_path, load
     inject(model, rank=4)
     remove(model)
     assert not hasattr(model.config, "oqc")
+
+
+def test_a_config_that_was_copied_meanwhile_tells_nothing_after_the_removal(tmp_path):
+    model = transformers.ViTModel(transformers.ViTConfig(**VISION, num_labels=5))
+    inject(model, "lowrank", rank=4)
+    model.config = copy.deepcopy(model.config)
+    remove(model)
+    assert not hasattr(model.config, "oqc")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its config has no oqc entry"):
+        load(tmp_path)
 
 
 def test_where_the_files_are_is_told_for_the_config_too(tmp_path, monkeypatch):

@@ -409,15 +409,20 @@ def test_a_network_called_by_keyword():
     assert torch.equal(model(x), y)
     assert torch.equal(model.mlp(x), model.mlp(hidden_states=x))
     assert overlap(model, [x])["before"] is not None
-    for arguments in ({}, {"tokens": x}, {"hidden_states": x, "scale": 2.0}):
-        with pytest.raises(ValueError, match="Hidden with a complement takes hidden_states alone, got "):
-            model.mlp(**arguments)
 
 
-def test_a_network_that_takes_more_than_its_input_is_left_alone():
-    report = inject(nn.Sequential(Scaled(), Hidden()), rank=4)
-    assert [one.path for one in report.replaced] == ["1"]
-    assert report.skipped[0].reason == "its forward takes more than its input: scale"
+@torch.no_grad()
+def test_what_else_a_network_may_take_is_refused_when_it_is_given():
+    model, x = nn.Sequential(Scaled(), Hidden()), torch.randn(2, 3, 16)
+    y = model(x)
+    assert len(inject(model, rank=4).replaced) == 2
+    assert torch.equal(model(x), y)
+    said = "Scaled with a complement takes its input, hidden_states, and nothing else, got {} arguments: leave it out"
+    for count, (given, named) in enumerate([((), {}), ((), {"tokens": x}), ((x, 2.0), {}), ((x, 2.0), {"scale": 2.0})]):
+        with pytest.raises(ValueError, match=said.format(count)):
+            model[0](*given, **named)
+    with pytest.raises(ValueError, match=said.format(2)):
+        model[0](x, hidden_states=x)
 
 
 def test_attention_pools_and_position_biases_are_left_alone():

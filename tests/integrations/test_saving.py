@@ -223,6 +223,18 @@ def test_a_timm_model_of_features(tmp_path, indices):
     assert all(torch.equal(a, b) for a, b in zip(load(tmp_path)(x), model(x), strict=True))
 
 
+@torch.no_grad()
+def test_a_timm_model_of_features_by_name(tmp_path):
+    options = {"depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)}
+    model = timm.create_model("convnext_tiny", features_only=True, feature_cls="dict", **options).eval()
+    inject(model, "lowrank", rank=4, init="paper")
+    save(model, tmp_path, arguments=options)
+    x = torch.randn(1, 3, 64, 64)
+    want, got = model(x), load(tmp_path)(x)
+    assert list(got) == list(want)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [("vit_tiny_patch16_224", ARGUMENTS), ("swin_tiny_patch4_window7_224", {"depths": (1, 1, 1, 1), "embed_dim": 24})],

@@ -141,11 +141,13 @@ def test_what_is_said_of_gates_names_what_it_rests_on():
         if record["preset"] != AFBO:
             record["mechanism"]["gate_mean"] = {static: 0.46, dynamic: 0.26}.get(record["preset"], 0.155) + k % 3 * 1e-3
     text = results_page(records).text
-    assert "Scalar gates that start at 0.12 end at 0.156 (OQC full), so 0.190 may as well be one of theirs." in text
+    assert "Scalar gates that start at 0.12 end nearer to it, at 0.156 (OQC full): it may be one of theirs." in text
+    assert "the one over tokens would (docs/metrics.md): dynamic's is 0.050." in text
     assert "| Of it over tokens |" in text
     for record in records:
         record["mechanism"]["gate_token_std"] = None
     assert "| Of it over tokens |" not in results_page(records).text
+    assert "these records lack it." in results_page(records).text
 
 
 def test_separation_says_whether_its_verdicts_turn_on_the_candidate():
@@ -186,6 +188,17 @@ def test_every_commits_models_are_named():
     records[3]["environment"] = records[3]["environment"] | {"commit": "0" * 40}
     text = results_page(records).text
     assert "| ea2d3d7 | 3 | AFBO+PR (2), OQC full, R 64 (1) |\n| 0000000 | 1 | OQC full, R 64 (1) |" in text
+
+
+def test_a_reason_that_was_tested_stands_with_the_outcome():
+    static, closed = "cifar100_static_r83", "cifar100_static_r83_closed"
+    text = results_page(suite({static: -1.0}, presets=(AFBO, static))).text
+    assert "Likely the gate's start" in text
+    assert "Tested by our question" not in text
+    for gain, verdict in ((1.0, "confirmed"), (-1.0, "refuted")):
+        text = results_page(suite({static: -1.0, closed: -1.0 + gain}, presets=(AFBO, static, closed))).text
+        said = rf"Tested by our question whether OQC-static does better from 0.12 than from 0.5: {verdict}, [+-]\d"
+        assert re.search(said, text)
 
 
 def test_calibration_and_provenance(page, records):

@@ -211,6 +211,18 @@ def test_the_best_of_a_step_that_was_never_saved_goes(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints.glob("best-*.json")] == ["best-000000008.json"]
 
 
+def test_the_best_goes_by_the_evaluation_that_the_run_has_of_its_step(tmp_path: Path) -> None:
+    """Before the kill step 16 was the best so far; the run that goes on evaluates it again, below step 8."""
+    run_until(tiny_trainer(folder=tmp_path / "run"), 9, 15)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for suffix in ("json", "safetensors"):
+        shutil.copy(checkpoints / f"best-000000008.{suffix}", checkpoints / f"best-000000016.{suffix}")
+    resumed = tiny_trainer(folder=tmp_path / "run", resume=True)
+    resumed.history[0]["test_accuracy"] = 100.0
+    run_until(resumed, 17, 15)
+    assert [path.name for path in checkpoints.glob("best-*.json")] == ["best-000000008.json"]
+
+
 def test_a_best_from_beyond_a_damaged_checkpoint_goes_when_there_is_another(tmp_path: Path) -> None:
     """Until then it is the only one: those before it went when it was written."""
     run_until(tiny_trainer(folder=tmp_path / "run"), 9, 15)

@@ -51,7 +51,7 @@ def demo(
 
     with RunFolder(folder).held(), stop_on_signals() as stop, bar:
         records = experiment.run_demo(folder, seeds=range(seeds), epochs=epochs, on_end=end, stop=stop)
-    if stop.signal is not None:
+    if stop.signal is not None and len(records) < total:
         kept = f"{len(done)} of {total} runs are in {folder / experiment.RESULTS}" if done else "no run had ended"
         typer.echo(f"stopped by {signal.Signals(stop.signal).name}; {kept}", err=True)
         raise typer.Exit(128 + stop.signal)

@@ -167,7 +167,8 @@ def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[st
         raise typer.Exit(128 + end.signal if isinstance(end, Stopped) else 1) from None
     for path, summary in zip(runs, summaries, strict=True):
         console.print(_line(path, summary), highlight=False, markup=False)
-    if len(summaries) > 1:
+    alike = {dataclasses.replace(run, train=dataclasses.replace(run.train, seed=0)) for run in runs.values()}
+    if len(summaries) > 1 and len(alike) == 1:
         best, final = ([getattr(one, name) for one in summaries] for name in ("best", "final"))
         means = ", ".join(
             f"{name} {spread(statistics.fmean(values), statistics.stdev(values))}"

@@ -214,6 +214,9 @@ GATE_USE = (
     _asked("The dynamic gate varies more than static", "mechanism text", DYNAMIC, STATIC, _GATE, metric="gate_std"),
 )
 
+# Reasons that a question of ours puts to the test.
+TESTED = {_START: GATE_START[0], _PROJECTION: ALIKE[0]}
+
 # What the paper says, and then what we ask, in a sentence each; every claim stands under one.
 STATEMENTS = {
     "Every complement improves AFBO+PR": GAINS,

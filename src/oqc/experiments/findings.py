@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from oqc.analysis import SEPARATION
-from oqc.experiments.claims import AFBO, COMPLEMENTS, GAINS, GATE_USE, OURS, SECTIONS, STATEMENTS, STATIC
+from oqc.experiments.claims import AFBO, COMPLEMENTS, GAINS, GATE_USE, OURS, SECTIONS, STATEMENTS, STATIC, TESTED
 from oqc.experiments.comparison import Comparison
+from oqc.experiments.published import value
 from oqc.report.markdown import bound, form_of, markdown_table, p_value, plural, signed
-from oqc.report.paper_figures import SETTLED
-from oqc.report.statistics import VERDICTS, Cells, Finding, Pending, assess_all, cells, pooled_noise
+from oqc.report.statistics import SETTLED, VERDICTS, Cells, Finding, Pending, assess_all, cells, pooled_noise
 
 _RULE = (
     "A claim is *reproduced* if the 95% interval of its seed-paired difference excludes 0 on the paper's side, and"
@@ -60,10 +60,8 @@ def summary(of: Comparison) -> str:
     text = f"## What holds\n\nThe paper's claims, {len(of_paper(of))} in all: {counts(of_paper(of))}."
     if sized:
         inside = [one for one in sized if one.published_inside]
-        text += (
-            f" The published size lies in our interval for {len(inside)} of {len(sized)}; {_open(inside)} of these"
-            " intervals contain 0 too."
-        )
+        text += f" The published size lies in our interval for {len(inside)} of {len(sized)}"
+        text += f"; {_open(inside)} of these intervals contain 0 too." if inside else "."
     own = of_ours(of)
     text += f" Questions of ours beside them, on capacity, the gate's start and other hosts, {len(own)}: {counts(own)}."
     return f"{text}{after_correction(of)}\n\n{_statements(of)}{_RULE}\n"
@@ -162,14 +160,22 @@ def _gates(of: Comparison) -> str:
     found = [one for claim in GATE_USE if isinstance(one := of.findings[claim], Finding)]
     if not any(one.verdict == VERDICTS[0] for one in found):
         return ""
-    means = {name: of.rows.get(COMPLEMENTS[name], {}).get("gate_mean") for name in ("OQC full", "OQC-LR")}
-    ends = " and ".join(f"{mean:.3f} ({name})" for name, mean in means.items() if mean is not None)
-    others = f" Scalar gates that start at 0.12 end at {ends}, so 0.190 may as well be one of theirs." if ends else ""
+    paper = value("mechanism text", STATIC, "gate_mean").mean
+    means = {name: of.rows.get(preset, {}).get("gate_mean") for name, preset in COMPLEMENTS.items()}
+    static = means["OQC-static"]
+    nearer = [
+        f"{mean:.3f} ({name})"
+        for name in ("OQC full", "OQC-LR")
+        if static is not None and (mean := means[name]) is not None and abs(mean - paper) < abs(static - paper)
+    ]
+    ends = " and ".join(nearer)
+    others = f" Scalar gates that start at 0.12 end nearer to it, at {ends}: it may be one of theirs." if ends else ""
+    spread = of.rows.get(COMPLEMENTS["OQC-dynamic"], {}).get("gate_token_std")
+    measured = "these records lack it" if spread is None else f"dynamic's is {spread:.3f}"
     return (
         "What is said of gates rests on our reading of the paper's 0.190 as static's, and on our starts: static's at"
         f" 0.5, dynamic's at 0.12.{others} A spread over tokens and blocks does not yet show that a gate depends on its"
-        " input, since a scalar gate has one over blocks; `gate_token_std` of docs/metrics.md leaves that out, and is"
-        " part of records made from now on."
+        f" input, since a scalar gate has one over blocks; the one over tokens would (docs/metrics.md): {measured}."
     )
 
 
@@ -198,7 +204,7 @@ def negative(of: Comparison) -> str:
                 by_reason.setdefault(one.claim.reason, []).append(one)
         if by_reason:
             text += f"## {title}\n\n{lead}\n\n"
-            text += _with_reasons(by_reason)
+            text += _with_reasons(of, by_reason)
     return text
 
 
@@ -213,12 +219,15 @@ def smaller(of: Comparison) -> str:
     if not by_reason:
         return ""
     lead = "On the paper's side, but the interval excludes the published size. Reasons are guesses."
-    return f"## What is smaller than published\n\n{lead}\n\n{_with_reasons(by_reason)}"
+    return f"## What is smaller than published\n\n{lead}\n\n{_with_reasons(of, by_reason)}"
 
 
-def _with_reasons(by_reason: dict[str, list[Finding]]) -> str:
+def _with_reasons(of: Comparison, by_reason: dict[str, list[Finding]]) -> str:
     text = ""
     for reason, found in by_reason.items():
+        test = of.findings[TESTED[reason]] if reason in TESTED else None
+        if isinstance(test, Finding):
+            reason += f". Tested by our question whether {test.claim.name}: {verdict_of(test)}, {interval(test)}"
         lines = [f"- {_clause(one)}\n" for one in found]
         text += f"{reason[0].upper()}{reason[1:]}.\n\n{''.join(lines)}\n"
     return text
@@ -279,8 +288,8 @@ def _by_main_table(of: Comparison) -> str:
 
 def _by_preset(of: Cells) -> list[list[float]]:
     found: dict[str, list[float]] = {}
-    for (preset, _), value in of.items():
-        found.setdefault(preset, []).append(value)
+    for (preset, _), one in of.items():
+        found.setdefault(preset, []).append(one)
     return list(found.values())
 
 

@@ -138,6 +138,8 @@ def _describe_timm(model: nn.Module) -> Base:
     arguments = {key: v for key, v in derived.items() if v is not None and _is_plain(v) and key in taken}
     if type(model).__module__ == "timm.models._features":
         arguments |= {"features_only": True, "out_indices": list(model.feature_info.out_indices)}  # type: ignore[arg-type, union-attr]
+        kind = {"FeatureDictNet": "dict", "FeatureHookNet": "hook", "FeatureGraphNet": "fx"}.get(type(model).__name__)
+        arguments |= {"feature_cls": kind} if kind else {}
     options = next((part.options for part in model.modules() if isinstance(part, OQCFFN)), None)
     return Base(library="timm", name=name, arguments=arguments, mlp_layer=options)
 

@@ -60,11 +60,6 @@ def find(model: nn.Module) -> tuple[list[Found], list[Skipped]]:
                 skipped.append(Skipped(path=path, reason=reason))
                 inside = _within(path)
                 continue
-            further = inputs_of(type(module))[1:]
-            if further:
-                reason = f"its forward takes more than its input: {', '.join(further)}"
-                skipped.append(Skipped(path=path, reason=reason))
-                continue
             try:
                 layout = _recognise_once(module, _is_split(model, path, module), known)
             except (RuntimeError, TypeError) as error:  # of the copy that would prove it
@@ -87,9 +82,9 @@ def find(model: nn.Module) -> tuple[list[Found], list[Skipped]]:
     return found, skipped
 
 
-def inputs_of(cls: type[nn.Module]) -> list[str]:
-    """Names of what a class's forward takes."""
-    return list(inspect.signature(cls.forward).parameters)[1:]
+def input_of(cls: type[nn.Module]) -> str:
+    """What a class's forward calls its input."""
+    return list(inspect.signature(cls.forward).parameters)[1]
 
 
 def _within(path: str) -> str:

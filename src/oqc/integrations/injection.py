@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from oqc import ops, seeding
 from oqc.config import BACKENDS, check_choice, check_positive, is_number, whole
-from oqc.integrations.finding import Found, find, inputs_of, quantised
+from oqc.integrations.finding import Found, find, input_of, quantised
 from oqc.integrations.layouts import Layout
 from oqc.integrations.report import Replaced, Report
 from oqc.integrations.wrappers import check_model, check_not_parallel, uncompiled
@@ -42,12 +42,16 @@ class Injected(nn.Module):
     oqc_backend: str
     complement: Complement
 
-    def forward(self, x: Tensor | None = None, **named: Tensor) -> Tensor:
+    def forward(self, x: Tensor | None = None, *further: Any, **named: Any) -> Tensor:
         """By keyword, the input has the name that the class before has for it."""
-        x = named.pop(self.oqc_input, None) if x is None else x
-        if x is None or named:
-            given = ", ".join(named) or "nothing"
-            raise ValueError(f"{self.oqc_base.__name__} with a complement takes {self.oqc_input} alone, got {given}")
+        if x is None:
+            x = named.pop(self.oqc_input, None)
+        if x is None or further or named:
+            given = (x is not None) + len(further) + len(named)
+            raise ValueError(
+                f"{self.oqc_base.__name__} with a complement takes its input, {self.oqc_input}, and nothing else, got"
+                f" {given} arguments: leave it out with blocks=..."
+            )
         layout, branch, backend = self.oqc_layout, self.complement, self.oqc_backend
         x, up, out = layout.enter(self, x), layout.up(self), layout.project(self)
         y = branch.network(x, up, layout.activation(self), out, backend, gate_last=layout.mix == "gate_last")
@@ -77,7 +81,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 def injected_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a network's class; one for each, so that equal networks stay of one class."""
     if base not in _CLASSES:
-        namespace = {"__module__": base.__module__, "oqc_base": base, "oqc_input": inputs_of(base)[0]}
+        namespace = {"__module__": base.__module__, "oqc_base": base, "oqc_input": input_of(base)}
         _CLASSES[base] = type(f"{base.__name__}WithComplement", (Injected, base), namespace)
     return _CLASSES[base]
 
@@ -182,8 +186,9 @@ def remove(model: nn.Module) -> None:
             module.__class__ = module.oqc_base  # type: ignore[assignment]
             del module.complement, module.oqc_layout, module.oqc_backend
     for module in model.modules():
-        if hasattr(getattr(module, "config", None), "oqc") and not tells(module.config):
-            del module.config.oqc  # type: ignore[union-attr]
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "oqc") and not (tells(config) and _stands(module, config.oqc)):
+            del config.oqc
 
 
 def trainable(
@@ -335,6 +340,14 @@ def tells(config: object) -> bool:
     record = getattr(config, "oqc", None)
     paths = record.get("modules") if isinstance(record, dict) else None
     return isinstance(paths, list) and bool(paths) and all(isinstance(path, str) for path in paths)
+
+
+def _stands(module: nn.Module, record: dict[str, Any]) -> bool:
+    """Whether anything of what a config tells may still be there: not where all of it is below this module, and none of
+    it injected. A config that was copied since the injection does not change with the one that `remove` knows."""
+    below = dict(module.named_modules())
+    named = [below.get(path) for path in record["modules"]]
+    return None in named or any(getattr(one, "complement", None) is not None for one in named)
 
 
 def _record(model: nn.Module, chosen: list[Found]) -> None:

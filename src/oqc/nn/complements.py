@@ -57,7 +57,7 @@ class Complement(nn.Module):
 
     A state dict that holds nothing of the branch leaves it as it is, also with `strict=True`, so that a checkpoint of
     the host alone loads, with a warning where the branch adds something; one that holds a part of it is an error. A
-    branch that `to_empty` brought off the meta device is started then; one that is still there is missing.
+    branch on the meta device, or one that `to_empty` brought off it and nothing has started yet, is missing.
     """
 
     _empty = False  # whether `to_empty` gave the weights memory, and nothing has given them values since
@@ -246,9 +246,7 @@ class Complement(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if any(name.startswith(prefix) for name in state_dict):
             self._empty = False
-        elif not self.lift.weight.is_meta:
-            if self._empty:
-                self.init_weights()
+        elif not (self._empty or self.lift.weight.is_meta):
             if not self._adds_nothing():
                 warnings.warn(_KEPT, stacklevel=2)
             self.gram = self.merged = None  # M = W O is of the old W

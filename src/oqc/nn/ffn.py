@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from oqc import ops
-from oqc.config import BACKENDS, COMPLEMENTS, check_choice, check_positive, whole
+from oqc.config import BACKENDS, COMPLEMENTS, check_choice, check_positive, is_number, whole
 from oqc.nn.complements import Complement, check_dtype
 from oqc.nn.hosts import AFBO, GATES, GLU, MLP, Bias, Host, host_class, match_hidden
 
@@ -21,6 +21,7 @@ class OQCFFN(nn.Module):
     Drop-in for `timm.layers.Mlp`: the positional arguments are timm's, the keyword ones are ours. Input and output
     are `[B, N, D]`, `[B, h, w, D]`, or with `use_conv` `[B, D, h, w]`. `match=4` picks the hidden width at which the
     host has the parameters of an MLP of ratio 4 (and wins over `hidden_features`, which timm always passes).
+    `act_layer`, which it passes too, is the mlp host's; the others have activations of their own.
     `grid` and `prefix_tokens` matter to the AFBO host alone; without `grid` the tokens after the prefix are a square.
     """
 
@@ -56,10 +57,10 @@ class OQCFFN(nn.Module):
         for name, value in (("eps", eps), ("match", 1 if match is None else match)):
             check_positive(name, value)
         for name, made in (("act_layer", act_layer), ("norm_layer", norm_layer or nn.LayerNorm)):
-            if not callable(made):
+            if not callable(made) and (cls is MLP or name == "norm_layer"):
                 raise ValueError(f"{name} must be a class of modules or a function that makes one, got {made!r}")
         for name, both in (("bias", bias), ("drop", drop)):
-            if not (isinstance(both, (bool, int, float)) or (isinstance(both, (tuple, list)) and len(both) == 2)):
+            if not (isinstance(both, bool) or is_number(both) or (isinstance(both, (tuple, list)) and len(both) == 2)):
                 raise ValueError(f"{name} must be one value or two, got {both!r}")
         if grid is not None and not (isinstance(grid, (tuple, list)) and len(grid) == 2):
             raise ValueError(f"grid must be None or (rows, columns), got {grid!r}")
@@ -73,8 +74,6 @@ class OQCFFN(nn.Module):
             hidden = match_hidden(host, in_features, ratio=match, out=out, bias=bias, groups=groups)
         if groups != 1 and host != "afbo":
             raise ValueError(f"groups is for the afbo host, got groups {groups} with host {host!r}")
-        if cls is not MLP and act_layer is not nn.GELU:  # which timm hands to every network that it is not told about
-            raise ValueError(f"act_layer is for the mlp host, got {act_layer!r} with host {host!r}, which has its own")
         self.use_conv, self.backend, self.host_name = use_conv, backend, host
         self.in_features, self.hidden_features = in_features, hidden
         self.options: dict[str, Any] = {  # what `mlp_layer` takes, for saving

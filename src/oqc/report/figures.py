@@ -69,7 +69,8 @@ def throughput(rows: Sequence[dict[str, Any]], paper: Mapping[str, float], title
     axes.set_ylabel("Throughput / AFBO alone")
     axes.set_title(title, fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
+    if series:
+        axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
     return svg(figure)
 
 

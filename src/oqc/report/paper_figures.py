@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oqc.report.figures import COLORS, plain, svg
-from oqc.report.statistics import Finding
+from oqc.report.statistics import SETTLED, Finding
 
 INK, GREY = COLORS[0], COLORS[-1]
 SERIES = {
@@ -24,7 +24,7 @@ SERIES = {
 }
 MARKERS = dict(zip(SERIES, "os^Dv", strict=True))
 VERDICT_COLORS = {"reproduced": COLORS[2], "same sign": GREY, "other sign": GREY, "contradicted": COLORS[1]}
-LARGE, SETTLED = 8, 0.05  # the marker of what has such a p after Holm's correction
+LARGE = 8  # the marker of what stands after Holm's correction
 FILLED: dict[str, Any] = {"linestyle": "none", "markersize": 7}
 HOLLOW: dict[str, Any] = FILLED | {"markerfacecolor": "white", "markeredgewidth": 1.3}
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 Cells = dict[tuple[str, int], float]
+SETTLED = 0.05  # p after Holm's correction
 VERDICTS = ("reproduced", "contradicted", "same sign", "other sign")
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from oqc.files import write_whole
+from oqc.train.summary import best_row
 
 KEPT = 2  # of the newest, beside the best
 _NAME = re.compile(r"(step|best)-(\d{9})")
@@ -82,15 +83,15 @@ def read_newest(folder: Path, kind: str = "step") -> tuple[str, dict[str, Tensor
     return None
 
 
-def prune(folder: Path, steps: set[int]) -> None:
+def prune(folder: Path, best: int | None) -> None:
     """Removes all but the newest two, the best, and whatever is not ours; JSON first, so that none is left half.
 
-    The best is one of these steps, the run's evaluations, if any is: a kill may have come before a later one was saved,
-    or what was saved may be damaged, and a run that goes on elsewhere may not come by the same weights again.
+    The best is that of this step, where it is there. A later one may be of an evaluation that the run no longer has,
+    after a kill or where what was saved is damaged: it is kept while it is the only one.
     """
-    best = names(folder, "best")
-    ours = [name for name in best if int(name.removeprefix("best-")) in steps]
-    keep = {*names(folder, "step")[:KEPT], *(ours or best)[:1]}
+    every = names(folder, "best")
+    ours = [name for name in every if best is not None and int(name.removeprefix("best-")) == best]
+    keep = {*names(folder, "step")[:KEPT], *(ours or every)[:1]}
     for path, found in _files(folder):
         if found["name"] not in keep or found["partial"]:
             path.unlink()
@@ -127,7 +128,8 @@ class Writer:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, tensors in checkpoints.items():
             write(self.folder, name, tensors, record)
-        prune(self.folder, {row["step"] for row in record["history"]})
+        history = record["history"]
+        prune(self.folder, best_row(history)["step"] if history else None)
 
     def wait(self) -> None:
         if self._pending is not None:

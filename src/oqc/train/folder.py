@@ -15,8 +15,8 @@ from oqc.config import Run
 from oqc.data import Dataset
 from oqc.files import check_folder, write_whole
 from oqc.train import checkpoint
+from oqc.train.summary import Row
 
-Row = dict[str, Any]
 _PARTIAL = re.compile(r"(config|environment|summary)\.json\.[0-9a-f]{8}\.tmp|metrics\.jsonl\.[0-9a-f]{8}\.tmp")
 INPUT = "input.json"  # what an export is known by
 EXPORTS = {"onnx": "model.onnx", "torch-export": "model.pt2", "safetensors": "model.safetensors"}  # `oqc export --to`

@@ -34,7 +34,7 @@ def train_many(
     device = built[0].device
     with nullcontext(stop) if stop else stop_on_signals() as stop, preserved_generator(device):
         limit = 1
-        if device.type == "cuda":
+        if device.type == "cuda" and built[0].world == 1:  # several processes would choose each for itself
             built[0].prepare()
             if built[0].step.draws and len(make) > 1:  # graphs share the memory that holds the generator's seed
                 built[0].progress.note("the model draws random numbers (dropout): its seeds run one after another")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from oqc.train.folder import Row
+Row = dict[str, Any]  # of an evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
