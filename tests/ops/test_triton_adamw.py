@@ -187,6 +187,19 @@ def test_copies_and_loaded_states_step_on(launches: list[str]) -> None:
     assert all(torch.equal(p, q) for p, q in zip(own, others, strict=True))
 
 
+def test_loading_states_leaves_the_tables_that_a_graph_may_read(launches: list[str]) -> None:
+    parameters = drawn()
+    mine = optimizer(parameters, torch.tensor(1e-2, device=DEVICE), backend="triton")
+    give(parameters, gradients(0))
+    mine.step()
+    before = dict(mine._tables)
+    assert before
+    mine.load_state_dict(mine.state_dict())
+    assert mine._tables.keys() == before.keys()
+    assert all(mine._tables[key] is table for key, table in before.items())
+    assert not copy.deepcopy(mine)._tables
+
+
 def test_a_group_that_comes_later_is_stepped(launches: list[str]) -> None:
     parameters = drawn()
     mine = optimizer(parameters, torch.tensor(1e-2, device=DEVICE), backend="triton")

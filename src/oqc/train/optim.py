@@ -80,7 +80,7 @@ class AdamW(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._tables = {}
+        self.__dict__.setdefault("_tables", {})  # a copy has none; load_state_dict comes here too, and drops none
 
     @torch.no_grad()
     def norm(self) -> Tensor:
