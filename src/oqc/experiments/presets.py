@@ -101,7 +101,7 @@ def cifar100_ungated_r56() -> Run:
 def cifar100_static_r83_closed() -> Run:
     """OQC-static, R 83, gate from 0.12: 7.59 M parameters. `oqc reproduce gate-start`. Paper: no such run.
 
-    Ours: not run yet.
+    Ours: 64.91 over 1 seed, 44 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="static", rank=83, gate_init=-2.0))
 
@@ -109,7 +109,7 @@ def cifar100_static_r83_closed() -> Run:
 def cifar100_unprojected_r56_closed() -> Run:
     """No projection, R 56, gate from 0.12: 6.89 M parameters. `oqc reproduce gate-start`. Paper: no such run.
 
-    Ours: not run yet.
+    Ours: 65.11 over 1 seed, 44 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(complement="unprojected", rank=56, gate_init=-2.0))
 
@@ -253,7 +253,7 @@ def cifar100_lowrank_r64() -> Run:
 def cifar100_afbo_grouped() -> Run:
     """Grouped AFBO+PR: 6.37 M parameters. `oqc reproduce hosts`. Paper: no such run.
 
-    Ours: not run yet.
+    Ours: 63.69 over 1 seed, 118 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(groups=4))
 
@@ -261,7 +261,7 @@ def cifar100_afbo_grouped() -> Run:
 def cifar100_afbo_grouped_lowrank_r56() -> Run:
     """OQC-LR, R 56, on grouped AFBO: 7.49 M parameters. `oqc reproduce hosts`. Paper: no such run.
 
-    Ours: not run yet.
+    Ours: 63.91 over 1 seed, 118 s a run, 2 side by side, on one NVIDIA H200.
     """
     return _cifar100(FFN(groups=4, complement="lowrank", rank=56))
 
