@@ -71,6 +71,13 @@ def test_cross_map_feeds_every_output_group_from_every_input_group():
     assert sources == [{0}, {1}] * 6  # interleaved: each output group of 6 channels hears from both
 
 
+@pytest.mark.parametrize(("cls", "groups"), [(CycleMap, 2), (CycleMap, 4), (CrossMap, 2), (CrossMap, 4)])
+def test_a_grouped_map_as_one_product(cls, groups):
+    layer = cls(8, 12, groups=groups, bias=True).double()
+    x = torch.randn(5, 8, dtype=torch.float64)
+    torch.testing.assert_close(F.linear(x, layer.dense_weight(), layer.bias), layer(x))
+
+
 def test_afbo_against_a_loop_over_the_grid():
     torch.manual_seed(0)
     ffn = OQCFFN(5, 8, host="afbo", complement="none", grid=(3, 2), prefix_tokens=2).double()

@@ -34,10 +34,14 @@ def test_compiles_whole_and_to_the_same_numbers(case: Case) -> None:
         assert one is other is None or torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("complement", ["none", "lowrank", "full", "static", "dynamic", "shared"])
-def test_a_block_compiles_whole(complement: str) -> None:
+@pytest.mark.parametrize(
+    ("complement", "groups"),
+    [*((name, 1) for name in ("none", "lowrank", "full", "static", "dynamic", "shared")), ("lowrank", 4)],
+)
+def test_a_block_compiles_whole(complement: str, groups: int) -> None:
     """In every version of PyTorch that is supported: a break costs the compiled mode its speed and no test its pass."""
-    config = Model(width=16, heads=1, depth=1, readout=False, ffn=FFN(complement=complement, rank=5, hidden=24))
+    ffn = FFN(complement=complement, rank=5, hidden=24, groups=groups)
+    config = Model(width=16, heads=1, depth=1, readout=False, ffn=ffn)
     block = DeepViT(config, backend="triton", seed=0, device=DEVICE).blocks[0]
     x = torch.randn(1, 64, 16, device=DEVICE, requires_grad=True)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -269,12 +273,14 @@ def test_elsewhere_the_gram_matrix_stays_in_full_precision(rank: int, dtype: tor
     assert layout.gram_of(stack, exact, layout.Form(rank=rank, space="none")).dtype == torch.float32
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("complement", "rank"), [("lowrank", 1), ("lowrank", 2), ("equation", 2), ("equation", 3), ("dynamic", 5)]
+    ("complement", "rank"), [("lowrank", 1), ("equation", 2), ("lowrank", 3), ("equation", 3), ("dynamic", 5)]
 )
-def test_in_few_dimensions_the_kernels_lose_no_more_than_the_plain_form(complement: str, rank: int) -> None:
-    """There q is often nearly parallel to m, and what is left of it a small difference."""
-    torch.manual_seed(0)
+def test_in_few_dimensions_the_kernels_lose_no_more_than_the_plain_form(complement: str, rank: int, seed: int) -> None:
+    """There q is often nearly parallel to m, and what is left of it a small difference: of three dimensions they lose
+    up to 3 times as much over 60 seeds, and are allowed 6; fewer are left to the plain form."""
+    torch.manual_seed(seed)
     fast = OQCFFN(16, 24, complement=complement, rank=rank, backend="triton").to(DEVICE)
     for parameter in fast.parameters():
         parameter.data.normal_(0, 0.3)
@@ -287,6 +293,8 @@ def test_in_few_dimensions_the_kernels_lose_no_more_than_the_plain_form(compleme
         return list(torch.autograd.grad(module(given), [given, *module.parameters()], dy.to(given.dtype)))
 
     for ours_, other, truth in zip(*map(gradients, (fast, plainly, exact)), strict=True):
+        if rank < 3:
+            assert torch.equal(ours_, other)
         error, own = ((item.double() - truth).norm() / truth.norm() for item in (ours_, other))
         assert error <= max(1e-5, 6 * own)
 
@@ -341,6 +349,27 @@ def test_biases_and_depthwise_maps_of_any_layout(host: str, complement: str) -> 
     assert not any(item.float().is_contiguous() for item in strange.values())  # nor is what the kernels are given
     for ours_, truth in zip(found(ffn, torch.float32), found(exact, torch.float64), strict=True):
         torch.testing.assert_close(ours_.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("complement", ["none", "lowrank", "full", "shared"])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_grouped_maps_run_in_one_operator(groups: int, complement: str) -> None:
+    """As one product with their weights' zeros, of which gradients see nothing."""
+    ffn = OQCFFN(16, 24, host="afbo", groups=groups, complement=complement, rank=5, backend="triton").to(DEVICE)
+    exact = copy.deepcopy(ffn).double()
+    exact.backend = "reference"
+    x = torch.randn(2, 16, 16, device=DEVICE)
+    assert ffn._is_one_operator(x)
+
+    def found(module: OQCFFN, x: Tensor) -> list[Tensor]:
+        y = module(x.requires_grad_())
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])]
+
+    for ours_, truth in zip(found(ffn, x.clone()), found(exact, x.double()), strict=True):
+        torch.testing.assert_close(ours_.double(), truth, rtol=1e-4, atol=1e-5)
+    hook = ffn.host.map_a.register_forward_hook(lambda *_: None)
+    assert not ffn._is_one_operator(x)
+    hook.remove()
 
 
 def _convolution(**options: Any) -> torch.nn.Conv2d:

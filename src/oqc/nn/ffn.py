@@ -136,7 +136,7 @@ class OQCFFN(nn.Module):
         return self._leave(self.host.project(named["h"])), named
 
     def _is_one_operator(self, x: Tensor) -> bool:
-        """Whether fused kernels run the whole network: a dense AFBO whose layers are all plain, with none between."""
+        """Whether fused kernels run the whole network: an AFBO whose layers are all plain, with none between."""
         host, branch = self.host, self.complement
         if not isinstance(host, AFBO) or host.between():
             return False
@@ -166,7 +166,7 @@ class OQCFFN(nn.Module):
         if self.complement is not None:
             options |= self.complement.fused_options(x) | {"folded": folded, "residual": residual}
         layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
-        return ops.fused.ffn_afbo(x, *(t for layer in layers for t in (layer.weight, layer.bias)), **options)
+        return ops.fused.ffn_afbo(x, *(t for layer in layers for t in (_weight(layer), layer.bias)), **options)
 
     def _hidden(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         """x with channels last, what the branch reads of the host's maps of it, and b [..., H]."""
@@ -198,6 +198,11 @@ class OQCFFN(nn.Module):
 
     def extra_repr(self) -> str:
         return f"host={self.host_name!r}, backend={self.backend!r}"
+
+
+def _weight(layer: Any) -> Tensor:
+    """Of a grouped map with its zeros: one product of x for all maps is faster than a small one a group."""
+    return layer.dense_weight() if hasattr(layer, "dense_weight") else layer.weight
 
 
 def _are_depthwise(*convolutions: object) -> bool:

@@ -205,6 +205,13 @@ class CycleMap(nn.Module):
         y = torch.einsum("...gi,goi->...go", x, self.weight).flatten(-2)  # [..., H]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def dense_weight(self) -> Tensor:
+        """[H, D], with zeros where a group does not read: what the fused kernels' one product of x takes."""
+        own = torch.eye(self.groups, dtype=torch.bool, device=self.weight.device)[:, None, :, None]  # [G, 1, G, 1]
+        first, second = (half.unsqueeze(2) for half in self.weight.chunk(2, dim=-1))  # [G, H / G, 1, D / G]
+        weight = torch.where(own, first, torch.where(own.roll(1, dims=2), second, 0))  # [G, H / G, G, D / G]
+        return weight.flatten(2).flatten(0, 1)
+
 
 class CrossMap(nn.Module):
     """Grouped cross channel mapping: group i's linear feeds every output group; its outputs are interleaved."""
@@ -219,6 +226,12 @@ class CrossMap(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("...gi,goi->...og", x.unflatten(-1, (self.groups, -1)), self.weight).flatten(-2)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def dense_weight(self) -> Tensor:
+        """[H, D], as CycleMap's."""
+        own = torch.eye(self.groups, dtype=torch.bool, device=self.weight.device)[:, :, None]  # [G, G, 1]
+        weight = torch.where(own, self.weight.transpose(0, 1).unsqueeze(2), 0)  # [H / G, G, G, D / G]
+        return weight.flatten(2).flatten(0, 1)
 
 
 def _reset_grouped(weight: Tensor, bias: Tensor | None) -> None:

@@ -2,9 +2,9 @@
 
 `reference` follows the paper's equations at width H; `torch` uses the rank-space identity; `triton` the same through
 fused kernels. `auto` takes the identity wherever it is valid, and the kernels wherever they run. Asked for `triton`
-where its kernels do not run (no NVIDIA GPU of compute capability 8.0 or above, float64, rank 1 or above 128, inside a
-torch.func transform or forward-mode differentiation, tensors in shards), the torch backend takes over. Every backend
-reads the same parameters.
+where its kernels do not run (no NVIDIA GPU of compute capability 8.0 or above, float64, rank below 3 or above 128,
+inside a torch.func transform or forward-mode differentiation, tensors in shards), the torch backend takes over. Every
+backend reads the same parameters.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from oqc.ops.device import DTYPES, wanted
 from oqc.ops.layout import Form, gate_columns
 from oqc.ops.reference import Space, full_precision
 
-LEAST_RANK = 2  # of one dimension nothing is left but rounding, which kernels and equations do not share
+LEAST_RANK = 3  # of one dimension nothing is left but rounding, of two often little else, and kernels lose more of it
 MOST_RANK = 128  # beyond it a block of tokens no longer fits a program's registers
 
 TokenGate = tuple[Tensor, Tensor | None]  # weight [1, D] and bias [1] of a gate per token
@@ -82,7 +82,7 @@ def ffn_afbo(
     prefix: int = 0,
     **branch: Any,  # `_network`'s, from u on
 ) -> Tensor:
-    """y = W (b + gate * delta) + bias with b = GELU(DW3x3(A x)) * DW3x3(B x): the AFBO host with dense maps."""
+    """y = W (b + gate * delta) + bias with b = GELU(DW3x3(A x)) * DW3x3(B x): the AFBO host."""
     maps = ((map_a, map_a_bias), (map_b, map_b_bias))
     taps = (spatial_a, spatial_a_bias, spatial_b, spatial_b_bias)
     return _network(x, maps, taps, weight, bias, rows=grid[0], columns=grid[1], prefix=prefix, **branch)

@@ -16,7 +16,8 @@ from oqc.ops.plain import ACTIVATIONS
 
 
 def is_plain(*modules: object) -> bool:
-    """Whether each module is exactly the map its own weight makes it: an `nn.Linear` or `nn.Conv2d` itself, no hooks.
+    """Whether each module is exactly the map its own weight makes it: an `nn.Linear` or `nn.Conv2d` itself, or of a
+    class that gives its `dense_weight`, no hooks.
 
     LoRA layers are other classes, and so are parametrized and most quantised ones; torchao quantises, and DTensor
     shards, by a weight that stands for other tensors. For all those the identity does not hold.
@@ -24,7 +25,8 @@ def is_plain(*modules: object) -> bool:
     for module in modules:
         if module is None:
             continue
-        if type(module) not in (nn.Linear, nn.Conv2d) or has_hooks(module):
+        known = type(module) in (nn.Linear, nn.Conv2d) or "dense_weight" in vars(type(module))
+        if not known or has_hooks(module):
             return False
         if hasattr(type(getattr(module, "weight", None)), "__tensor_flatten__"):
             return False
@@ -36,7 +38,7 @@ def fits(x: Tensor, *modules: object) -> bool:
     or any under autocast."""
     if not is_plain(*modules):
         return False
-    weights = [layer.weight for layer in modules if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    weights = [layer.weight for layer in modules if isinstance(layer, nn.Module)]
     if not all(type(weight) in (Tensor, nn.Parameter) for weight in weights):
         return False
     return torch.is_autocast_enabled(x.device.type) or all(weight.dtype == x.dtype for weight in weights)
