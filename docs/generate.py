@@ -13,13 +13,14 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from oqc.experiments import comparison, findings
+from oqc.experiments import caveats, comparison, findings
 from oqc.experiments.claims import AFBO
 from oqc.experiments.comparison import Comparison, published_speed
 from oqc.experiments.published import difference, value
 from oqc.experiments.results import Page, results_page
 from oqc.experiments.sections import NOT_RUN, is_calibrated, missing, title_of
 from oqc.experiments.suites import RESULTS, SUITES
+from oqc.experiments.wording import interval
 from oqc.files import write_whole
 from oqc.report import Record, finished, read_records, rows
 from oqc.report.markdown import markdown_table, number, plural, signed, spread
@@ -61,7 +62,7 @@ def readme_block(of: Comparison) -> str:
                 spread(paper.mean, paper.std),
                 spread(row["mean"], row["std"]) if row else missing(preset, of.diverged),
                 signed(difference(paper, base)) if preset != AFBO else "",
-                findings.interval(gain) if gain else "",
+                interval(gain) if gain else "",
                 number(published_speed(preset)),
                 number(of.speed(preset)),
             ]
@@ -84,7 +85,7 @@ def _lead(of: Comparison) -> str:
 
 
 def _verdicts(of: Comparison) -> str:
-    asked, own = findings.of_paper(of), findings.of_ours(of)
+    asked = findings.of_paper(of)
     if not any(isinstance(found, Finding) for found in of.findings.values()):
         return f"[docs/results.md](docs/results.md) lists the {len(asked)} claims that the runs will test."
     told = (
@@ -92,9 +93,9 @@ def _verdicts(of: Comparison) -> str:
         " where the 95% interval of its own difference excludes 0; where it contains 0 nothing is settled, and the"
         " claim has the *same sign* or the *other sign*.",
         f"{findings.gains(of)}{findings.contradicted(of)}",
-        findings.one_model(of),
-        f"Of {len(own)} questions we ask beside it, such as whether a host widened to the same size does as well:"
-        f" {findings.counts(own)}.",
+        *findings.central(of),
+        f"{caveats.one_model(of)} {caveats.our_score(of)}",
+        findings.questions(of),
         findings.after_correction(of),
     )
     points = "\n".join(_wrapped(f"- {one.strip()}", indent="  ") for one in told if one.strip())

@@ -75,6 +75,8 @@ def test_where_it_is_not_defined_it_is_none():
     for got in (one_class, alone):
         assert {name for name, value in got.items() if value is None} == set(SEPARATIONS)
     assert set(geometry(torch.full_like(x, 0.1), labels).values()) == {None}
+    zero = geometry(torch.cat([torch.zeros_like(x[:1]), x[1:]]), labels)  # has no direction, yet a distance
+    assert {name for name, value in zero.items() if value is None} == {"separation_cosine"}
     assert set(geometry(x.masked_fill(labels[:, None] == 0, math.nan), labels).values()) == {None}
 
 

@@ -13,6 +13,7 @@ from oqc.report.statistics import (
     cells,
     holm,
     pooled_noise,
+    seed_effect,
     verdict,
 )
 
@@ -198,7 +199,44 @@ def test_claims_that_the_runs_do_not_reach_are_pending():
     found, missing, apart = assess_all(claims, records(table))
     assert found == assess(claims[:1], records(table))[0]
     assert missing == Pending(claims[1], "not run yet")
-    assert apart == Pending(claims[2], "not run yet")  # no seed in common
+    assert apart == Pending(claims[2], "no seed in common")
     (lonely,) = assess_all([Claim("b", ("b",), ("a",))], records({"a": {0: 1.0}, "b": {0: 2.0}}))
-    assert lonely.why == "needs two seeds"
+    assert lonely.why == "too few seeds"
     assert assess_all(claims[:1], []) == [Pending(claims[0], "not run yet")]
+    lost = [{"preset": "d", "seed": 0, "mechanism": {}, "diverged": {"epoch": 1, "step": 2}}]
+    assert [one.why for one in assess_all(claims[2:], records(TABLE) + lost)] == ["diverged"]
+    assert [one.why for one in assess_all([Claim("x", ("b",), ("a",), metric="before")], records(TABLE))] == [
+        "not measured"
+    ]
+
+
+def test_differences_that_cancel_are_zero():
+    """Paired differences of +0.1, +0.2 and -0.3 add up to 5.6e-17: rounding, which is on no side."""
+    runs = records({"a": {0: 60.0, 1: 60.0, 2: 60.0}, "b": {0: 60.1, 1: 60.2, 2: 59.7}})
+    pairs = [runs[k + 3]["best"] - runs[k]["best"] for k in range(3)]
+    assert statistics.fmean(pairs) != 0
+    (found,) = assess([Claim("b", ("b",), ("a",))], runs)
+    assert found.difference == 0
+    assert found.verdict == "other sign"
+    assert found.p == 1
+
+
+def test_an_effect_of_the_seeds_worked_out_by_hand():
+    """Of TABLE the additive fit leaves 1 over 2 degrees; without seeds each preset's own spread about its mean is left,
+    1/2 + 9/2 + 4/2 = 7 over 3. F = (7 - 1) / 1 over 1/2 is 12 with 1 and 2 degrees: the square of a t with 2 degrees,
+    whose two-sided p at x is 1 - x / sqrt(2 + x^2)."""
+    x = 12**0.5
+    assert seed_effect(cells(records(TABLE))) == pytest.approx(1 - x / (2 + x**2) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {},
+        {"a": {0: 1.0}, "b": {0: 2.0}},  # nothing left to judge by
+        {"a": {0: 1.0, 1: 2.0}, "b": {2: 3.0, 3: 5.0}},  # presets apart: no seed has two
+        {"a": {0: 1.0, 1: 1.0}, "b": {0: 1.0, 1: 1.0}},  # nothing varies
+    ],
+)
+def test_no_effect_of_the_seeds_can_be_told(table):
+    assert seed_effect(cells(records(table))) is None

@@ -24,7 +24,7 @@ def geometry(features: Tensor, labels: Tensor) -> dict[str, float | None]:
     """The metrics of features [n, D] with labels [n], in float64; None where one is not defined.
 
     That is: anything for features that are not finite or all equal, a separation for a single class or where no class
-    has two distinct features.
+    has two distinct features, one by cosines where a feature is zero.
     """
     if features.ndim != 2 or labels.shape != features.shape[:1]:
         raise ValueError(
@@ -89,7 +89,10 @@ def _euclidean(x: Tensor, index: Tensor, sizes: Tensor) -> float:
 
 def _cosine(x: Tensor, index: Tensor, sizes: Tensor) -> float | None:
     """Distance 1 - cos. The cosines of all pairs of a set add up to (|sum u|^2 - sum |u|^2) / 2, u the unit vectors."""
-    unit = F.normalize(x, dim=1)
+    lengths = x.norm(dim=1, keepdim=True)
+    if lengths.min() <= torch.finfo(torch.float64).eps * lengths.max():  # no direction
+        return None
+    unit = x / lengths
     squares = unit.square().sum()
     all_pairs = (unit.sum(0).square().sum() - squares) / 2
     same = (_class_sums(unit, index).square().sum() - squares) / 2

@@ -63,6 +63,7 @@ def compare(records: Sequence[Record]) -> Comparison:
     records = finished(records)
     frozen = _frozen(records)
     of_protocol = set(map(id, frozen))
+    frozen = [_without_fixed_gate(record) for record in frozen]
     kept = [id(record) in of_protocol or record["preset"] in SCHEDULES for record in records]
     return Comparison(
         records,
@@ -97,6 +98,13 @@ def _frozen(records: Sequence[Record]) -> list[Record]:
     return [record for record in kept if config_of(record).model == PRESETS[record["preset"]]().model]
 
 
+def _without_fixed_gate(record: Record) -> Record:
+    """A gate that is 1 by definition tells nothing of how far gates of equal models lie apart."""
+    if config_of(record).model.ffn.complement != "ungated":
+        return record
+    return record | {"mechanism": {k: v for k, v in record["mechanism"].items() if not k.startswith("gate_")}}
+
+
 def published_value(place: str | None, row: str, metric: str = "best") -> published.Value | None:
     """The paper's value at a place, where it has one."""
     found = [v for v in published.VALUES if (v.place, v.row, v.metric) == (place, row, metric)]
@@ -128,7 +136,7 @@ def rank_points(of: Comparison) -> tuple[list[Point], list[Point]]:
         row = f"{DATA}_{kind}_r{rank}"
         found = of.gain(row)
         if found:
-            ours.append(Point(series, rank, found.difference, found.low, found.high, len(found.seeds)))
+            ours.append(Point(series, rank, found.difference, found.low, found.high))
         point = published_point(series, rank, "rank sweep" if kind == "full" else "table 1", row)
         paper += [point] if point else []
     return ours, paper

@@ -42,13 +42,13 @@ MARK = "<!-- Written by `oqc report`; edits are lost. -->"
 CAPTIONS = {
     "claims": "Every claim on accuracy: the difference with its 95% interval, turned so that the side it names is on"
     " the right. Large: p below 0.05 after Holm's correction too.",
-    "rank-sweep": "Gain by rank; points of one rank stand side by side. Ours filled, small where one seed was run, with"
-    " 95% intervals of the gain; the paper's hollow, with the ± of the row.",
-    "pareto": "Gain against training throughput. Ours filled, with 95% intervals of the gain; the paper's hollow, with"
-    " the ± of the row.",
+    "rank-sweep": "Gain by rank; points of one rank stand side by side. Ours filled, with 95% intervals of the gain;"
+    " the paper's hollow, with the ± of the row, full's from its sweep and low-rank's one from table 1.",
+    "pareto": "Gain against training throughput, as which the paper's throughput is read. Ours filled, with 95%"
+    " intervals of the gain; the paper's hollow, with the ± of the row.",
     "mechanism": "The paper's mechanism figure. Ours filled, the paper's hollow; (b) has a panel for each, (c) is cut"
     " at 0, and its spread is over tokens and blocks: a scalar gate has one over blocks. The paper has no overlap of"
-    " OQC full, and gates of static and dynamic alone.",
+    " OQC full, and two gates, dynamic's and one that it does not name: drawn as static's.",
     "accuracy": "Mean test accuracy by epoch; bands reach from the lowest to the highest seed.",
 }
 
@@ -56,11 +56,11 @@ CAPTIONS = {
 _TABLES = (
     "Best test accuracy over training in percent, as the paper reports it, mean ± standard deviation over the seeds;"
     " final is the mean after the last epoch. Gain is the seed-paired difference from AFBO+PR, where nothing else is"
-    " said, over the seeds that both have, so it may differ from that of the means. Speed is training throughput as a"
-    " share of AFBO+PR's, so that two machines can be compared, and of AFBO+PR trained by the same version of the code;"
-    " the kernels grew faster between runs, so where there is no such run, no speed is given. The paper's parameters,"
-    " images/s and speed stand in brackets. Intervals rest on one variance, pooled over all models, so that a row of"
-    " one seed has one too.\n"
+    " said, over the seeds that both have, so it may differ from that of the means. Speed is training throughput, as"
+    " which the paper's is read, as a share of AFBO+PR's, so that two machines can be compared, and of AFBO+PR"
+    " trained by the same version of the code; the kernels grew faster between runs, so where there is no such run,"
+    " no speed is given. The paper's parameters, images/s and speed stand in brackets. Intervals rest on one"
+    " variance, pooled over all models, so that a row of one seed has one too.\n"
 )
 _NAMES = (
     "AFBO+PR is the paper's baseline: a bilinear feed-forward network (AFBO) in a vision transformer with"
@@ -114,9 +114,9 @@ def results_page(records: Sequence[Record]) -> Page:
         measured(of),
         findings.positive(of) + show.get("claims", ""),
         findings.negative(of),
-        findings.smaller(of),
+        findings.another_size(of),
         "## Tables\n",
-        _TABLES + _shared(of) + _wall(of) + _left_out(of),
+        _TABLES + _shared(of) + _left_out(of),
         *(suite_section(of, suite) for suite in SUITE_SECTIONS[:-2]),
         *(show[name] for name in ("rank-sweep", "pareto") if name in show),
         *(suite_section(of, suite) for suite in SUITE_SECTIONS[-2:]),
@@ -201,11 +201,19 @@ def _provenance(of: Comparison) -> str:
     for commit, titles in by_commit.items():
         models = ", ".join(f"{title} ({n})" for title, n in Counter(titles).items())
         body.append([commit, str(len(titles)), models])
-    return f"## Provenance\n\n{_runs(told)}.\n\n{markdown_table(('Commit', 'Runs', 'Models'), body, words=('Models',))}"
+    shown = markdown_table(("Commit", "Runs", "Models"), body, words=("Models",))
+    return f"## Provenance\n\n{_runs(told, commits=len(by_commit) == 1)}.\n\n{shown}{_wall(of)}{_notes(told)}"
 
 
-def _runs(records: Sequence[Record]) -> str:
-    return f"{plural(len(records), 'run')} on {environment_line(records)}"
+def _notes(records: Sequence[Record]) -> str:
+    """What was done to records by hand."""
+    found = Counter((record["note"], title_of(record["preset"])) for record in records if record.get("note"))
+    lines = [f"- {title} ({plural(n, 'run')}): {note}.\n" for (note, title), n in found.items()]
+    return f"\nChanged by hand:\n\n{''.join(lines)}" if lines else ""
+
+
+def _runs(records: Sequence[Record], *, commits: bool = True) -> str:
+    return f"{plural(len(records), 'run')} on {environment_line(records, commits=commits)}"
 
 
 def _how(of: Comparison) -> str:

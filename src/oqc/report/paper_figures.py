@@ -31,14 +31,13 @@ HOLLOW: dict[str, Any] = FILLED | {"markerfacecolor": "white", "markeredgewidth"
 
 @dataclass(frozen=True)
 class Point:
-    """A value of a series, with its interval where it has one, and the seeds behind it where they matter."""
+    """A value of a series, with its interval where it has one."""
 
     series: str
     x: float
     y: float
     low: float | None = None
     high: float | None = None
-    seeds: int | None = None
 
 
 def forest(sections: Mapping[str, Sequence[Finding]]) -> str:
@@ -198,8 +197,7 @@ def _points(axes: Any, points: Sequence[Point], *, hollow: bool) -> None:
         if point.low is not None and point.high is not None:
             width = 0.9 if hollow else 1.6
             axes.plot([point.x] * 2, [point.low, point.high], color=color, linewidth=width, zorder=1.5)
-        style = (HOLLOW if hollow else FILLED) | ({"markersize": 4} if point.seeds == 1 else {})
-        axes.plot(point.x, point.y, MARKERS[point.series], color=color, **style)
+        axes.plot(point.x, point.y, MARKERS[point.series], color=color, **(HOLLOW if hollow else FILLED))
 
 
 def _legend(figure: Any, names: Iterable[str]) -> None:

@@ -50,14 +50,15 @@ def training_line(record: Record) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def environment_line(records: Sequence[Record]) -> str:
+def environment_line(records: Sequence[Record], *, commits: bool = True) -> str:
     """Machine, versions and commits of all records, each with its number of runs where there are several."""
     found = [record["environment"] for record in records]
     parts = [_count([machine_of(record) for record in records])]
     for name in ("torch", "triton", "oqc"):
         parts.append(_count([one.get("versions", {}).get(name) for one in found], f"{name} "))
     parts.append(_count([one.get("python") for one in found], "Python "))
-    parts.append(_count([_short(one.get("commit")) for one in found], "commit "))
+    if commits:
+        parts.append(_count([_short(one.get("commit")) for one in found], "commit "))
     return ", ".join(part for part in parts if part)
 
 

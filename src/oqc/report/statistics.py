@@ -23,6 +23,7 @@ import numpy as np
 
 Cells = dict[tuple[str, int], float]
 SETTLED = 0.05  # p after Holm's correction
+ROUNDING = 1e-12
 VERDICTS = ("reproduced", "contradicted", "same sign", "other sign")
 
 
@@ -88,7 +89,7 @@ class Pending:
     """A claim that the records do not reach yet, and why."""
 
     claim: Claim
-    why: Literal["not run yet", "not measured", "needs two seeds"]
+    why: Literal["not run yet", "diverged", "no seed in common", "not measured", "too few seeds"]
 
 
 def cells(records: Sequence[dict[str, Any]], metric: str = "best") -> Cells:
@@ -111,22 +112,37 @@ def cells(records: Sequence[dict[str, Any]], metric: str = "best") -> Cells:
 
 def pooled_noise(of: Cells) -> Noise:
     """Residual mean square of the additive fit of presets and seeds to all cells."""
-    presets = list(dict.fromkeys(preset for preset, _ in of))
-    seeds = list(dict.fromkeys(seed for _, seed in of))
-    design = np.zeros((len(of), len(presets) + len(seeds)))
-    for row, (preset, seed) in enumerate(of):
-        design[row, presets.index(preset)] = 1
-        design[row, len(presets) + seeds.index(seed)] = 1
-    y = np.array(list(of.values()))
-    fit, _, rank, _ = np.linalg.lstsq(design, y - y.mean() if len(y) else y, rcond=None)
-    freedom = len(y) - int(rank)
+    squares, freedom = _residuals(of)
     if freedom < 1:
+        presets, seeds = ({cell[k] for cell in of} for k in (0, 1))
         raise ValueError(
             f"a pooled variance needs two presets with at least two seeds in common, got {len(of)} runs"
             f" of {len(presets)} presets over {len(seeds)} seeds"
         )
-    residuals = y - y.mean() - design @ fit
-    return Noise(float(residuals @ residuals) / freedom, freedom)
+    return Noise(squares / freedom, freedom)
+
+
+def seed_effect(of: Cells) -> float | None:
+    """p of the F test that seeds have an effect of their own, beside the presets'; None where cells are too few."""
+    from scipy.stats import f
+
+    (with_seeds, freedom), (without, more) = _residuals(of), _residuals(of, seeds=False)
+    if freedom < 1 or more == freedom or not with_seeds:
+        return None
+    ratio = ((without - with_seeds) / (more - freedom)) / (with_seeds / freedom)
+    return float(f.sf(ratio, more - freedom, freedom))
+
+
+def _residuals(of: Cells, *, seeds: bool = True) -> tuple[float, int]:
+    """What the additive fit leaves: a sum of squares, and its degrees of freedom."""
+    names = [preset for preset, _ in of], [seed for _, seed in of if seeds]
+    columns = [np.array([one == name for one in given]) for given in names for name in dict.fromkeys(given)]
+    y = np.array(list(of.values()))
+    y = y - y.mean() if len(y) else y
+    design = np.column_stack(columns).astype(float) if columns else np.zeros((0, 0))
+    fit, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
+    left = y - design @ fit
+    return float(left @ left), len(y) - int(rank)
 
 
 def assess(claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level: float = 0.95) -> list[Finding]:
@@ -162,16 +178,21 @@ def assess_all(
     """As `assess`, with a `Pending` for each claim whose runs are not there, lack its metric, or are too few for any
     variance."""
     ran = {(record["preset"], record["seed"]) for record in records}
+    ended = {(record["preset"], record["seed"]) for record in records if "diverged" not in record}
     by_metric = {metric: cells(records, metric) for metric in dict.fromkeys(claim.metric for claim in claims)}
     varies = {metric: _has_noise(of) for metric, of in by_metric.items()}
     pending: dict[Claim, Pending] = {}
     for claim in claims:
-        if not _common_seeds(claim, ran):
+        if not _all_among(claim, ran):
             pending[claim] = Pending(claim, "not run yet")
-        elif not _common_seeds(claim, by_metric[claim.metric]):
+        elif not _all_among(claim, ended):
+            pending[claim] = Pending(claim, "diverged")
+        elif not _all_among(claim, by_metric[claim.metric]):
             pending[claim] = Pending(claim, "not measured")
+        elif not _common_seeds(claim, by_metric[claim.metric]):
+            pending[claim] = Pending(claim, "no seed in common")
         elif not varies[claim.metric]:
-            pending[claim] = Pending(claim, "needs two seeds")
+            pending[claim] = Pending(claim, "too few seeds")
     found = iter(assess([claim for claim in claims if claim not in pending], records, level=level))
     return [pending[claim] if claim in pending else next(found) for claim in claims]
 
@@ -182,6 +203,11 @@ def _has_noise(of: Cells) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _all_among(claim: Claim, of: Collection[tuple[str, int]]) -> bool:
+    """Whether every preset of the claim has a run there."""
+    return set(claim.presets) <= {name for name, _ in of}
 
 
 def _common_seeds(claim: Claim, of: Collection[tuple[str, int]]) -> list[int]:
@@ -208,6 +234,8 @@ def _test(claim: Claim, pairs: dict[int, float], noise: Noise, level: float) -> 
     from scipy.stats import t
 
     difference = statistics.fmean(pairs.values())
+    if abs(difference) < ROUNDING * max(map(abs, pairs.values())):  # of differences that cancel
+        difference = 0.0
     error = math.sqrt(noise.variance * len(claim.presets) / len(pairs))
     if not error:  # every cell is the sum of its preset and its seed: nothing is left to chance
         return difference, 0.0, float(difference == 0)
