@@ -89,8 +89,9 @@ def _verdicts(of: Comparison) -> str:
     if not any(isinstance(found, Finding) for found in of.findings.values()):
         return f"[docs/results.md](docs/results.md) lists the {len(asked)} claims that the runs will test."
     told = (
-        f"Of {len(asked)} claims of the paper: {findings.counts(asked)}. A claim is *reproduced* or *contradicted*"
-        " where the 95% interval of its own difference excludes 0; where it contains 0 nothing is settled, and the"
+        f"Of {len(asked)} claims of the paper: {findings.counts(asked)}.{findings.late(of)}"
+        " A claim is *reproduced* or *contradicted* where the 95% interval of its own difference excludes 0; where it"
+        " contains 0 nothing is settled, and the"
         " claim has the *same sign* or the *other sign*.",
         f"{findings.gains(of)}{findings.contradicted(of)}",
         *findings.central(of),

@@ -35,9 +35,24 @@ def test_separation_worked_out_by_hand():
     got = geometry(x, torch.tensor([7, 7, 2, 2]))
     assert got["separation_euclidean"] == pytest.approx(4.5 / 3, rel=1e-12)
     assert got["separation_scatter"] == pytest.approx(4 * 2**2 / (4 * 1.5**2), rel=1e-12)
+    # Centroids (0, 1.5) and (4, 1.5), and every corner 1.5 from its own.
+    assert got["separation_centroids"] == pytest.approx(4 / 1.5, rel=1e-12)
     # Centred, the corners are (±2, ±1.5), of squared length 6.25. Within: cos = (4 - 2.25) / 6.25 = 0.28, twice.
     # Between: (-4 + 2.25) / 6.25 = -0.28 twice, -1 twice.
     assert got["separation_cosine_centred"] == pytest.approx((1.28 + 2) / 2 / 0.72, rel=1e-12)
+
+
+def test_separation_of_classes_of_different_sizes_worked_out_by_hand():
+    # On a line: class 0 at -1 and 1, class 1 at 2, class 2 at 4, 5, 6. Centroids 0, 2, 5: distances 2, 3, 5.
+    x = torch.tensor([[-1.0], [1], [2], [4], [5], [6]])
+    got = geometry(x, torch.tensor([0, 0, 1, 2, 2, 2]))
+    assert got["separation_centroids"] == pytest.approx(((4 + 9 + 25) / 3 / ((1 + 1 + 1 + 1) / 6)) ** 0.5, rel=1e-12)
+
+
+def test_separation_by_centroids_follows_from_the_scatter_where_classes_are_of_one_size():
+    x, labels = random_case()[0], torch.arange(70) % 7
+    got = geometry(x, labels)
+    assert got["separation_centroids"] == pytest.approx((2 * 7 / 6 * got["separation_scatter"]) ** 0.5, rel=1e-12)
 
 
 def test_cosine_separation_worked_out_by_hand():

@@ -31,7 +31,8 @@ def test_a_docstring_is_a_true_receipt(name):
         for value in published.values(row=name, metric="parameters_m"):
             assert found["size"] == f"{value.mean:.2f}"
     else:
-        assert found["paper"] == "Paper: no such run"
+        swept = name in SUITES["rank-sweep"]  # by the paper's figure, without a number
+        assert found["paper"] == ("Paper (rank figure (a)): no number" if swept else "Paper: no such run")
     *_, verb, last = found["command"].split()
     assert name in SUITES[last] if verb == "reproduce" else (verb, last) == ("--preset", name)
 

@@ -9,10 +9,11 @@ import pytest
 from made_runs import run, suite
 
 from oqc.experiments import comparison, findings
-from oqc.experiments.claims import AFBO, FULL, LOWRANK, STATEMENTS
+from oqc.experiments.claims import AFBO, FULL, LOWRANK, OURS, STATEMENTS
 from oqc.experiments.results import MARK, results_page
 from oqc.report.markdown import beside, bound, markdown_table, p_value, signed, spread
 from oqc.report.provenance import environment_line, training_line
+from oqc.report.statistics import assess_all
 
 MLP_ROWS = ("MLP, no PR", "MLP+PR", "OQC-LR, R 56")
 EFFECTS = {FULL: 1.34, "cifar100_unprojected_r56": 0.8}
@@ -72,20 +73,28 @@ def test_gains_are_over_the_sections_own_base():
 def test_mechanism_in_sentences(page):
     assert "the overlap of branch and host is 1.31 times chance before it and at most 2.0e-08 after it" in page.text
     assert "`separation_cosine` 1.1000, `separation_cosine_centred` 1.2000, `separation_scatter` 0.4000" in page.text
-    assert "Set beside it is the nearest, `separation_euclidean`." in page.text
+    assert "Set beside it is the nearest, `separation_centroids`." in page.text
     records = suite({}, presets=(AFBO, FULL))
     for record in records:
-        record["mechanism"]["separation_euclidean"] = 1.3
+        record["mechanism"]["separation_centroids"] = 1.4
     assert (
-        "Set beside it is `separation_euclidean`, though `separation_cosine` is nearer." in results_page(records).text
+        "Set beside it is `separation_centroids`, though `separation_cosine` is nearer." in results_page(records).text
     )
+
+
+def test_records_from_before_the_separation_by_centroids_have_it_from_the_scatter(records):
+    before = copy.deepcopy(records)
+    for record in before:
+        del record["mechanism"]["separation_centroids"]
+    row = comparison.compare(before).rows[AFBO]
+    assert row["separation_centroids"] == pytest.approx((2 * 100 / 99 * 0.4) ** 0.5)
 
 
 def test_what_stays_after_the_correction_is_counted(page, records):
     found = [one for one in comparison.compare(records).findings.values() if one.low > 0 or one.high < 0]
     kept = sum(one.p_holm < 0.05 for one in found)
     assert 0 < kept < len(found)
-    told = f"Intervals that exclude 0: {len(found)}; with p below 0.05 after Holm's correction too: {kept}."
+    told = f"{len(found)} intervals exclude 0, {kept} of them with p below 0.05 after Holm's correction too."
     assert told in page.text
 
 
@@ -116,7 +125,7 @@ def test_what_is_contradicted_is_named_with_what_the_correction_leaves():
 
 def test_negative_findings_come_with_the_reason(page):
     reasons = page.text.partition("## What does not hold")[2].partition("\n## ")[0].split("\n\n")
-    place = next(k for k, part in enumerate(reasons) if "**No projection falls below AFBO+PR**" in part)
+    place = next(k for k, part in enumerate(reasons) if "**Without the projection: below AFBO+PR**" in part)
     assert reasons[place - 1].startswith("Likely a comparison across schedules")
     assert "4 seeds, p (Holm) < 0.001" in reasons[place]
 
@@ -124,14 +133,14 @@ def test_negative_findings_come_with_the_reason(page):
 def test_sizes_that_fall_short_are_listed_with_the_reason():
     effects = {FULL: 0.6, "cifar100_lowrank_r56": 1.27, "cifar100_static_r83": -1.0, "cifar100_dynamic_r83": 2.0}
     text = results_page(suite(effects, presets=(AFBO, *effects))).text
-    section = text.partition("## What is of another size than published\n")[2].partition("\n## ")[0]
+    section = text.partition("## Effects of another size than published\n")[2].partition("\n## ")[0]
     short, _, long = section.partition("Larger:\n")
     assert "Likely the training: the paper gives neither epochs nor augmentation" in short
     assert "**OQC full beats AFBO+PR** (table 1: +1.34): ours +0." in short
     assert not any(f"**OQC-{name} beats AFBO+PR**" in short for name in ("LR", "static", "dynamic"))
     assert "**OQC-dynamic beats AFBO+PR** (table 1: +1.08): ours +2." in long
     assert "**OQC full beats AFBO+PR**" not in long
-    assert "## What is of another size" not in results_page(suite({}, presets=(AFBO,))).text
+    assert "## Effects of another size" not in results_page(suite({}, presets=(AFBO,))).text
 
 
 def test_what_is_said_of_gates_names_what_it_rests_on():
@@ -142,17 +151,17 @@ def test_what_is_said_of_gates_names_what_it_rests_on():
         if record["preset"] != AFBO:
             record["mechanism"]["gate_mean"] = {static: 0.46, dynamic: 0.26}.get(record["preset"], 0.155) + k % 3 * 1e-3
     text = results_page(records).text
-    assert "Scalar gates that start at 0.12 end nearer to it, at 0.156 (OQC full). A spread over" in text
+    assert "Scalar gates that start at 0.12 end nearer to 0.190, at 0.156 (OQC full). A spread over" in text
     assert "the one over tokens would (docs/metrics.md): OQC-dynamic's is 0.050." in text
-    assert "| Of it over tokens |" in text
+    assert "| Gate std over tokens |" in text
     for record in records:
         record["mechanism"]["gate_token_std"] = None
-    assert "| Of it over tokens |" not in results_page(records).text
+    assert "| Gate std over tokens |" not in results_page(records).text
     assert "the records of OQC-dynamic lack it." in results_page(records).text
 
 
 def test_separation_says_whether_its_verdicts_turn_on_the_candidate():
-    names = ("euclidean", "cosine", "cosine_centred", "scatter")
+    names = ("centroids", "euclidean", "cosine", "cosine_centred", "scatter")
     records = suite({}, presets=(AFBO, FULL, "cifar100_dynamic_r83"))
     for k, record in enumerate(records):
         far = 0.5 if record["preset"] == FULL else 0.0
@@ -180,8 +189,8 @@ def test_no_projection_stands_beside_the_model_whose_gate_starts_alike():
     unprojected, static = "cifar100_unprojected_r56", "cifar100_static_r83"
     text = results_page(suite({unprojected: 0.8}, presets=(AFBO, static, unprojected))).text
     section = text.partition("### Alternative designs\n")[2].partition("\n### ")[0]
-    assert re.search(r"no projection gains \+0\.[6-9]\d \[\+.*\] \(4 seeds; R 56 and R 83\)", section)
-    assert "no projection gains" not in results_page(suite({}, presets=(AFBO, unprojected))).text
+    assert re.search(r"without the projection gains \+0\.[6-9]\d \[\+.*\] \(4 seeds; R 56 and R 83\)", section)
+    assert "without the projection gains" not in results_page(suite({}, presets=(AFBO, unprojected))).text
 
 
 def test_every_commits_models_are_named():
@@ -206,7 +215,7 @@ def test_a_test_speaks_against_a_reason_whose_opposite_it_confirms():
     alike speaks against that; where it does as well there too, it stands in the same list and is not told twice."""
     unprojected, closed = "cifar100_unprojected_r56", "cifar100_unprojected_r56_closed"
     presets = (AFBO, LOWRANK, unprojected, closed)
-    test = "No projection from 0.12 falls below OQC-LR"
+    test = "Without the projection, from 0.12: below OQC-LR"
     text = results_page(suite({LOWRANK: -1.0, closed: -4.0}, presets=presets)).text
     assert f'Our own test, "{test}", speaks against it: ' in text
     text = results_page(suite({LOWRANK: -1.0, closed: 2.5}, presets=presets)).text
@@ -233,7 +242,7 @@ def test_verdicts_on_a_score_that_is_a_guess_are_counted():
     assert "a score that the paper has no formula of" not in results_page(records).text
     for k, record in enumerate(records):
         high = 0.1 if record["preset"] == FULL else 0.0
-        record["mechanism"]["separation_euclidean"] = 1.0 + high + 1e-3 * (k * 7 % 5)
+        record["mechanism"]["separation_centroids"] = 1.0 + high + 1e-3 * (k * 7 % 5)
     assert "1 of the 1 reproduced are on separation, a score that the paper has no formula of" in (
         results_page(records).text
     )
@@ -246,9 +255,7 @@ def test_whether_seeds_have_an_effect_is_told():
     assert re.search(told, results_page(records).text, flags=re.M)
     for k, record in enumerate(records):
         record["best"] = 64 + 0.1 * (k * 5 % 12)
-    assert re.search(
-        rf"^Seeds show no effect of their own on accuracy: .* {p}\.$", results_page(records).text, flags=re.M
-    )
+    assert re.search(rf"^Seeds show no effect on accuracy: .* {p}\.$", results_page(records).text, flags=re.M)
 
 
 def test_what_the_argument_stands_on_comes_first():
@@ -261,8 +268,8 @@ def test_what_the_argument_stands_on_comes_first():
     branch, mlp, wide = findings.central(comparison.compare(records))
     points = r"[+-]\d\.\d\d \[[+-]\d\.\d\d, [+-]\d\.\d\d\]"
     assert re.fullmatch(
-        rf"The branch without the projection: (-[12]\..*) against OQC-LR, {points} \(1 seed\) against it where both"
-        rf" gates start at 0\.12 and (-[12]\..*) against AFBO\+PR\.",
+        rf"Without the projection: against OQC-LR, whose gate starts at 0\.12 and not at 0\.5, -[12]\..*; against"
+        rf" OQC-LR with both gates from 0\.12 {points} \(1 seed\); against AFBO\+PR -[12]\..*\.",
         branch,
     )
     assert re.fullmatch(r"OQC-LR on a plain MLP: \+[23]\..*; the paper has \+3\.48\.", mlp)
@@ -495,8 +502,11 @@ def test_what_holds_is_listed_with_its_corrected_p(page, records):
 def test_the_gains_in_a_sentence():
     everywhere = {FULL: 2.0, "cifar100_lowrank_r56": 2.0, "cifar100_static_r83": 2.0, "cifar100_dynamic_r83": 2.0}
     assert findings.gains(comparison.compare(suite(everywhere))) == (
-        "AFBO+PR is beaten, by the gain's own interval, by OQC full, OQC-LR, OQC-static, OQC-dynamic; gains that stand"
-        " after Holm's correction over all claims: 4 of 4."
+        "OQC full, OQC-LR, OQC-static and OQC-dynamic beat AFBO+PR by the gain's own interval; after Holm's correction"
+        " over all claims all do."
+    )
+    assert findings.gains(comparison.compare(suite({FULL: 2.0}, presets=(AFBO, FULL)))) == (
+        "OQC full beats AFBO+PR by the gain's own interval; after Holm's correction over all claims it does."
     )
     down = {name: -value for name, value in everywhere.items()}
     assert findings.gains(comparison.compare(suite(down))) == (
@@ -507,20 +517,86 @@ def test_the_gains_in_a_sentence():
 
 def test_how_much_turns_on_static():
     text = results_page(suite({"cifar100_static_r83": -5.0, FULL: 3.0})).text
-    assert re.search(
-        r"^\d+ of the \d+ reproduced and \d+ of the \d+ contradicted are about OQC-static", text, flags=re.M
-    )
-    assert "are about OQC-static" not in results_page(suite({}, presets=(AFBO, FULL))).text
+    told = r"^OQC-static is one side of \d+ of the \d+ reproduced and \d+ of the \d+ contradicted\."
+    assert re.search(told, text, flags=re.M)
+    assert "OQC-static is one side of" not in results_page(suite({}, presets=(AFBO, FULL))).text
 
 
 def test_the_suites_time_beside_that_of_their_runs():
     records = suite({}, presets=(AFBO, FULL))
     assert "The suites took" not in results_page(records).text
     for record, wall in zip(records, (60, 10, 70, 20), strict=False):
-        record |= {"wall_seconds": wall, "seconds": 80, "at_once": 2}
-    assert "The suites took 1.00 times as long as their runs trained and evaluated, over 4 runs." in (
-        results_page(records).text
+        record |= {"wall_seconds": wall, "seconds": 64, "at_once": 2, "setup_seconds": 4}
+    assert (
+        "The suites took 1.25 times as long as their runs trained and evaluated, over 4 runs, those side by side"
+        " counted by their shares; of the rest 50% is building and compiling."
+    ) in results_page(records).text
+
+
+def test_claims_that_came_after_their_runs_are_marked_and_the_rest_counted_apart(page, records):
+    found = comparison.compare(records).findings
+    late = [claim for claim in found if claim.late]
+    assert {claim.place for claim in late} == {"table 3", "rank figure (a)"}
+    early = Counter(one.verdict for one in found.values() if not one.claim.late and one.claim.place != OURS)
+    told = re.search(r" (\d+) of them, marked †, were written down .*; without these: (.*?)\.", page.text)
+    assert int(told[1]) == len(late) == 9
+    assert {name: int(n) for n, name in (part.split(" ", 1) for part in told[2].split(", "))} == early
+    for claim in found:
+        assert (f"| {claim.name} † |" in page.text) == claim.late
+    assert "†" not in results_page(suite({}, presets=(AFBO, FULL))).text.partition("## Claims")[0]
+
+
+def test_what_the_runs_without_a_partner_would_change_is_told():
+    """One seed of full beside four of AFBO+PR: the pair is taken where AFBO+PR happens to be high."""
+    records = suite({}, presets=(AFBO, LOWRANK, FULL))
+    highs = {0: 1.0, 1: 0.0, 2: 0.1, 3: -0.1}
+    for k, record in enumerate(records):
+        if record["preset"] == AFBO:
+            record["best"] = 64 + highs[record["seed"]]
+        else:
+            record["best"] = (64 if record["preset"] == LOWRANK else 65.3) + 0.1 * (k % 3)
+    records = [record for record in records if record["preset"] != FULL or record["seed"] == 0]
+    of = comparison.compare(records)
+    claim = next(claim for claim in of.findings if claim.name == "OQC full beats AFBO+PR")
+    assert of.findings[claim].verdict == "same sign"
+    (fitted,) = assess_all([claim], of.frozen, paired=False)
+    assert fitted.difference > of.findings[claim].difference
+    same = "no other claim would be reproduced, confirmed, contradicted or refuted."
+    line = re.search(
+        r"^By a fit of models and seeds to all runs, .* too: (.*)$", results_page(records).text, flags=re.M
     )
+    assert (line[1] == same) == (fitted.verdict == "same sign")
+    even = re.search(r"^By a fit of .* too: (.*)$", results_page(suite({FULL: 1.34})).text, flags=re.M)
+    assert even[1] == same  # all models have all seeds: the fit is the pairs' mean
+
+
+def test_a_difference_of_nothing_is_on_neither_side():
+    records = suite({}, presets=(AFBO, FULL, LOWRANK))
+    for record in records:
+        if record["preset"] == FULL:
+            record["best"] = next(r["best"] for r in records if (r["preset"], r["seed"]) == (AFBO, record["seed"]))
+        else:
+            record["best"] += record["seed"] % 2
+    text = results_page(records).text.partition("## What points the other way")[2].partition("\n## ")[0]
+    assert "On neither side: 'OQC full beats AFBO+PR', with a difference of 0." in text
+    assert "**OQC full beats AFBO+PR**" not in text
+
+
+def test_runs_of_other_models_than_their_presets_alone():
+    records = suite({}, presets=(FULL,))
+    for record in records:
+        record["config"]["model"]["width"] = 128
+    assert "No run is of its preset's own model and schedule." in results_page(records).text
+
+
+def test_images_per_s_of_another_version_stand_with_its_commit():
+    records = suite({}, presets=(AFBO, FULL))
+    for record in records:
+        commit = {AFBO: "a" * 40, FULL: "b" * 40}[record["preset"]]
+        record["environment"] = record["environment"] | {"commit": commit}
+    section = results_page(records).text.partition("### Main table\n")[2].partition("\n### ")[0]
+    assert "| 60,000 (9,762) | 1.00 (1.00) |" in section
+    assert "| 48,000 at bbbbbbb (5,642) | (0.58) |" in section
 
 
 def test_runs_beside_other_work_are_told_and_count_for_no_speed():

@@ -100,6 +100,29 @@ def test_super_additivity_worked_out_by_hand():
     assert found.published_inside is False
 
 
+def test_a_fit_to_all_runs_worked_out_by_hand():
+    """Of two presets with two common seeds, a third run of one says nothing of the difference, until a third preset
+    ties its seed to theirs: c has seeds 1 and 2, so seed 2's effect is known, and a's run there tells of a."""
+    table = {"a": {0: 1.0, 1: 2.0, 2: 6.0}, "b": {0: 2.0, 1: 4.0}}
+    claim = Claim("b beats a", ("b",), ("a",))
+    paired, fitted = (assess([claim], records(table), paired=one)[0] for one in (True, False))
+    assert (fitted.difference, fitted.low) == (pytest.approx(paired.difference), pytest.approx(paired.low))
+    tied = records(table | {"c": {1: 3.0, 2: 4.0}})
+    (fitted,) = assess([claim], tied, paired=False)
+    # By the normal equations with a = 0: seeds 0 and 1 give b - a = 1 and 2; c bridges 1 and 2 with 3 - 2 and 4 - 6.
+    design = np.array([[1, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 1], [0, 1, 0, 1, 0, 0],
+                       [0, 1, 0, 0, 1, 0], [0, 0, 1, 0, 1, 0], [0, 0, 1, 0, 0, 1]], dtype=float)  # fmt: skip
+    y = np.array([1.0, 2, 6, 2, 4, 3, 4])
+    fit = np.linalg.lstsq(design, y, rcond=None)[0]
+    assert fitted.difference == pytest.approx(fit[1] - fit[0])
+    variance = ((y - design @ fit) ** 2).sum() / 2  # 7 cells, rank 5
+    contrast = np.array([-1.0, 1, 0, 0, 0, 0])
+    error = (variance * contrast @ np.linalg.pinv(design.T @ design) @ contrast) ** 0.5
+    assert fitted.high - fitted.low == pytest.approx(2 * t.ppf(0.975, 2) * error)
+    (paired,) = assess([claim], tied)
+    assert fitted.high - fitted.low < paired.high - paired.low
+
+
 def test_holm_worked_out_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.7]) == [1.0, 1.0]

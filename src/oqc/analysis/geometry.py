@@ -3,7 +3,8 @@
 With l the eigenvalues of the covariance of n features [n, D] and p = l / sum l (formulas with words: docs/metrics.md):
 
     effective_rank = exp(-sum p log p)          participation_ratio = (sum l)^2 / sum l^2
-    separation_* = mean distance of pairs of two classes / mean distance of pairs of one class
+    separation_centroids = root mean square of |mean_c - mean_c'| over two classes / of |x_i - mean_c(i)| over features
+    separation_euclidean, _cosine, _cosine_centred = mean distance of pairs of two classes / of pairs of one class
     separation_scatter = sum_c n_c |mean_c - mean|^2 / sum_i |x_i - mean_c(i)|^2
 """
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 METRICS = (
-    "effective_rank", "participation_ratio", "separation_euclidean", "separation_cosine",
+    "effective_rank", "participation_ratio", "separation_centroids", "separation_euclidean", "separation_cosine",
     "separation_cosine_centred", "separation_scatter",
 )  # fmt: skip
 CHUNK = 512
@@ -42,6 +43,7 @@ def geometry(features: Tensor, labels: Tensor) -> dict[str, float | None]:
     means = _class_sums(centred, index) / sizes[:, None]
     within = (centred - means[index]).square().sum()
     if len(classes) > 1 and within > _rounding(x):
+        found["separation_centroids"] = float((_mean_square(means) / (within / len(x))).sqrt())
         found["separation_euclidean"] = _euclidean(centred, index, sizes)
         found["separation_cosine"] = _cosine(x, index, sizes)
         found["separation_cosine_centred"] = _cosine(centred, index, sizes)
@@ -73,6 +75,11 @@ def _pairs(sizes: Tensor) -> tuple[float, float]:
     n = int(sizes.sum())
     within = float((sizes * (sizes - 1)).sum()) / 2
     return within, n * (n - 1) / 2 - within
+
+
+def _mean_square(points: Tensor) -> Tensor:
+    """Of the distances of all pairs."""
+    return 2 * (points - points.mean(0)).square().sum() / (len(points) - 1)
 
 
 def _euclidean(x: Tensor, index: Tensor, sizes: Tensor) -> float:

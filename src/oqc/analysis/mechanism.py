@@ -17,7 +17,7 @@ from oqc.train.numerics import DTYPES, numerics
 
 METRICS = (*OVERLAP, *GEOMETRY)
 # The candidate that is set beside the paper's "separation score", which comes without a formula.
-SEPARATION = "separation_euclidean"
+SEPARATION = "separation_centroids"
 BATCH = 256  # the intermediates of so many images are in memory at once
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -16,11 +17,12 @@ from oqc.experiments.presets import PRESETS
 from oqc.experiments.suites import SUITES
 from oqc.report import Record, finished, rows
 from oqc.report.paper_figures import Point, Values
-from oqc.report.provenance import config_of, protocol_of
+from oqc.report.provenance import commit_of, config_of, protocol_of
 from oqc.report.records import speed_of
 from oqc.report.statistics import Claim, Finding, Pending, assess_all
 
 DATA = "cifar100"  # what the claims are about
+CLASSES = 100  # of it, with 100 test images each
 SCHEDULES = frozenset(SUITES["calibration"]) - {AFBO}  # presets that differ from the baseline in their epochs alone
 
 
@@ -52,6 +54,13 @@ class Comparison:
         pairs = self._speeds(preset)
         return statistics.fmean(own for own, _ in pairs) if pairs else None
 
+    def latest_speed(self, preset: str) -> tuple[float, str] | None:
+        """Training throughput by the last version of the code that it was measured with, and that version's commit."""
+        found = [record for record in self.frozen if record["preset"] == preset and speed_of(record)]
+        if not found:
+            return None
+        return _speeds(found, preset)[found[-1]["environment"].get("commit")], commit_of(found[-1])
+
     def _speeds(self, preset: str) -> list[tuple[float, float]]:
         """Images/s of a preset and of AFBO+PR, for each version of the code that has both."""
         own, base = (_speeds(self.frozen, name) for name in (preset, AFBO))
@@ -60,7 +69,7 @@ class Comparison:
 
 def compare(records: Sequence[Record]) -> Comparison:
     diverged = [record for record in records if "diverged" in record]
-    records = finished(records)
+    records = [_with_centroids(record) for record in finished(records)]
     frozen = _frozen(records)
     of_protocol = set(map(id, frozen))
     frozen = [_without_fixed_gate(record) for record in frozen]
@@ -96,6 +105,16 @@ def _frozen(records: Sequence[Record]) -> list[Record]:
     frozen = of_baseline.pop() if of_baseline else Counter(protocols).most_common(1)[0][0]
     kept = [record for one, record in zip(protocols, records, strict=True) if one == frozen]
     return [record for record in kept if config_of(record).model == PRESETS[record["preset"]]().model]
+
+
+def _with_centroids(record: Record) -> Record:
+    """With the separation by centroids, which the first records lack: where classes are of one size, as here, it is a
+    function of the scatter's."""
+    metrics = record["mechanism"]
+    if "separation_centroids" in metrics or metrics.get("separation_scatter") is None:
+        return record
+    value = math.sqrt(2 * CLASSES / (CLASSES - 1) * metrics["separation_scatter"])
+    return record | {"mechanism": {**metrics, "separation_centroids": value}}
 
 
 def _without_fixed_gate(record: Record) -> Record:

@@ -195,7 +195,7 @@ def cifar100_full_r16() -> Run:
 
 
 def cifar100_full_r32() -> Run:
-    """OQC full, R 32: 6.67 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+    """OQC full, R 32: 6.67 M parameters. `oqc reproduce rank-sweep`. Paper (rank figure (a)): no number.
 
     Ours: 65.24 ± 0.24 over 2 seeds, 43 s a run, 2 side by side, on one NVIDIA H200.
     """
@@ -211,7 +211,7 @@ def cifar100_full_r48() -> Run:
 
 
 def cifar100_full_r56() -> Run:
-    """OQC full, R 56: 6.89 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+    """OQC full, R 56: 6.89 M parameters. `oqc reproduce rank-sweep`. Paper (rank figure (a)): no number.
 
     Ours: 65.13 ± 0.21 over 2 seeds, 45 s a run, 2 side by side, on one NVIDIA H200.
     """
@@ -219,7 +219,7 @@ def cifar100_full_r56() -> Run:
 
 
 def cifar100_lowrank_r16() -> Run:
-    """OQC-LR, R 16: 6.60 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+    """OQC-LR, R 16: 6.60 M parameters. `oqc reproduce rank-sweep`. Paper (rank figure (a)): no number.
 
     Ours: 63.55 ± 0.18 over 2 seeds, 44 s a run, 2 side by side, on one NVIDIA H200.
     """
@@ -227,7 +227,7 @@ def cifar100_lowrank_r16() -> Run:
 
 
 def cifar100_lowrank_r32() -> Run:
-    """OQC-LR, R 32: 6.84 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+    """OQC-LR, R 32: 6.84 M parameters. `oqc reproduce rank-sweep`. Paper (rank figure (a)): no number.
 
     Ours: 64.78 ± 0.06 over 2 seeds, 44 s a run, 2 side by side, on one NVIDIA H200.
     """
@@ -235,7 +235,7 @@ def cifar100_lowrank_r32() -> Run:
 
 
 def cifar100_lowrank_r48() -> Run:
-    """OQC-LR, R 48: 7.07 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+    """OQC-LR, R 48: 7.07 M parameters. `oqc reproduce rank-sweep`. Paper (rank figure (a)): no number.
 
     Ours: 65.19 ± 0.38 over 2 seeds, 45 s a run, 2 side by side, on one NVIDIA H200.
     """
@@ -243,7 +243,7 @@ def cifar100_lowrank_r48() -> Run:
 
 
 def cifar100_lowrank_r64() -> Run:
-    """OQC-LR, R 64: 7.31 M parameters. `oqc reproduce rank-sweep`. Paper: no such run.
+    """OQC-LR, R 64: 7.31 M parameters. `oqc reproduce rank-sweep`. Paper (rank figure (a)): no number.
 
     Ours: 65.17 ± 0.26 over 2 seeds, 45 s a run, 2 side by side, on one NVIDIA H200.
     """

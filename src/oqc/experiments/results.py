@@ -44,7 +44,7 @@ CAPTIONS = {
     " the right. Large: p below 0.05 after Holm's correction too.",
     "rank-sweep": "Gain by rank; points of one rank stand side by side. Ours filled, with 95% intervals of the gain;"
     " the paper's hollow, with the ± of the row, full's from its sweep and low-rank's one from table 1.",
-    "pareto": "Gain against training throughput, as which the paper's throughput is read. Ours filled, with 95%"
+    "pareto": "Gain against training throughput, which the paper's is read as. Ours filled, with 95%"
     " intervals of the gain; the paper's hollow, with the ± of the row.",
     "mechanism": "The paper's mechanism figure. Ours filled, the paper's hollow; (b) has a panel for each, (c) is cut"
     " at 0, and its spread is over tokens and blocks: a scalar gate has one over blocks. The paper has no overlap of"
@@ -56,11 +56,12 @@ CAPTIONS = {
 _TABLES = (
     "Best test accuracy over training in percent, as the paper reports it, mean ± standard deviation over the seeds;"
     " final is the mean after the last epoch. Gain is the seed-paired difference from AFBO+PR, where nothing else is"
-    " said, over the seeds that both have, so it may differ from that of the means. Speed is training throughput, as"
-    " which the paper's is read, as a share of AFBO+PR's, so that two machines can be compared, and of AFBO+PR"
-    " trained by the same version of the code; the kernels grew faster between runs, so where there is no such run,"
-    " no speed is given. The paper's parameters, images/s and speed stand in brackets. Intervals rest on one"
-    " variance, pooled over all models, so that a row of one seed has one too.\n"
+    " said, over the seeds that both have, so it may differ from that of the means. Speed is training throughput as a"
+    " share of AFBO+PR's, measured by the same version of the code. The kernels grew faster between runs: where no"
+    " such version trained AFBO+PR too, no speed is given, and images/s stand with the version's commit, to be compared"
+    " with that version's alone. The paper does not say that its throughput is of training: we read it so. The paper's"
+    " parameters, images/s and speed stand in brackets. Intervals rest on one variance, pooled over all models, so that"
+    " a row of one seed has one too.\n"
 )
 _NAMES = (
     "AFBO+PR is the paper's baseline: a bilinear feed-forward network (AFBO) in a vision transformer with"
@@ -142,10 +143,14 @@ def _wall(of: comparison.Comparison) -> str:
     timed = [r for r in of.records if "wall_seconds" in r and is_timed(r) and r["environment"].get("device") == "cuda"]
     if not timed:
         return ""
+    wall, total, setup = (sum(r.get(name, 0.0) for r in timed) for name in ("wall_seconds", "seconds", "setup_seconds"))
     own = sum(record["seconds"] / record.get("at_once", 1) for record in timed)
-    share = sum(record["wall_seconds"] for record in timed) / own
-    over = plural(len(timed), "run")
-    return f"\nThe suites took {share:.2f} times as long as their runs trained and evaluated, over {over}.\n"
+    beside = ", those side by side counted by their shares" if own < total else ""
+    rest = f"; of the rest {min(1.0, setup / (wall - own)):.0%} is building and compiling" if wall > own else ""
+    return (
+        f"\nThe suites took {wall / own:.2f} times as long as their runs trained and evaluated, over"
+        f" {plural(len(timed), 'run')}{beside}{rest}.\n"
+    )
 
 
 def _left_out(of: comparison.Comparison) -> str:
@@ -219,6 +224,8 @@ def _runs(records: Sequence[Record], *, commits: bool = True) -> str:
 def _how(of: Comparison) -> str:
     if not of.records:
         return "" if of.diverged else "Nothing is run yet: `oqc reproduce all` and `make results` fill this page.\n"
+    if not of.frozen:
+        return "No run is of its preset's own model and schedule.\n"
     if {record["preset"] for record in of.records} <= set(SUITES["calibration"]) - {AFBO}:
         return "Only other schedules of the baseline are run yet ([calibration](#calibration)).\n"
     if protocol_of(config_of(of.frozen[0])) != protocol_of(PRESETS[AFBO]()):

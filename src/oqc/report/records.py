@@ -39,8 +39,8 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 DIVERGED = {"diverged": dict} | {n: FIELDS[n] for n in ("preset", "seed", "per_epoch", "config", "environment")}
 MECHANISM = (
     "before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std", "gate_token_std", "effective_rank",
-    "participation_ratio", "separation_euclidean", "separation_cosine", "separation_cosine_centred",
-    "separation_scatter",
+    "participation_ratio", "separation_centroids", "separation_euclidean", "separation_cosine",
+    "separation_cosine_centred", "separation_scatter",
 )  # fmt: skip
 
 
@@ -53,6 +53,8 @@ def read_records(path: Path) -> list[Record]:
     records: list[Record] = []
     seen: dict[tuple[str, int], int] = {}
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
         except ValueError:

@@ -8,13 +8,13 @@ an interval, and a claim may even rest on one.
 
 A claim is a contrast, presets added minus as many presets taken away. It is formed seed by seed over the seeds that
 all its presets have, so the seed's effect cancels; its mean over k seeds has variance s^2 (number of presets) / k.
+The least-squares estimate of the same contrast, which takes in the runs without a partner too, is there to compare.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +32,7 @@ class Claim:
     """The paper says that sum(plus) - sum(minus) of a metric has the sign `side`, and `published` is its size there.
 
     `metric` is a field of a record or of its `mechanism`; `place` is where the paper says so; `reason` is what a page
-    gives as the likely reason where the runs point the other way.
+    gives as the likely reason where the runs point the other way. `late`: written down when its runs were seen already.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Claim:
     metric: str = "best"
     place: str = ""
     reason: str = ""
+    late: bool = False
 
     def __post_init__(self) -> None:
         if self.side not in (1, -1):
@@ -135,24 +136,37 @@ def seed_effect(of: Cells) -> float | None:
 
 def _residuals(of: Cells, *, seeds: bool = True) -> tuple[float, int]:
     """What the additive fit leaves: a sum of squares, and its degrees of freedom."""
-    names = [preset for preset, _ in of], [seed for _, seed in of if seeds]
-    columns = [np.array([one == name for one in given]) for given in names for name in dict.fromkeys(given)]
     y = np.array(list(of.values()))
     y = y - y.mean() if len(y) else y
-    design = np.column_stack(columns).astype(float) if columns else np.zeros((0, 0))
+    design = _design(of, seeds)
     fit, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
     left = y - design @ fit
     return float(left @ left), len(y) - int(rank)
 
 
-def assess(claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level: float = 0.95) -> list[Finding]:
-    """A finding a claim, in their order. `records` are all runs of one protocol: they all go into the variance."""
+def _design(of: Cells, seeds: bool = True) -> np.ndarray:
+    """A column a preset, in order of first appearance, then one a seed."""
+    names = [preset for preset, _ in of], [seed for _, seed in of if seeds]
+    columns = [np.array([one == name for one in given]) for given in names for name in dict.fromkeys(given)]
+    return np.column_stack(columns).astype(float) if columns else np.zeros((0, 0))
+
+
+def assess(
+    claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level: float = 0.95, paired: bool = True
+) -> list[Finding]:
+    """A finding a claim, in their order. `records` are all runs of one protocol: they all go into the variance. Without
+    `paired` the contrasts are fitted to all of them."""
     if not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1, got {level}")
     by_metric = {metric: cells(records, metric) for metric in dict.fromkeys(claim.metric for claim in claims)}
-    paired = [_paired(claim, by_metric[claim.metric]) for claim in claims]
+    pairs_of = [_paired(claim, by_metric[claim.metric]) for claim in claims]
     noise = {metric: pooled_noise(of) for metric, of in by_metric.items()}
-    tests = [_test(claim, pairs, noise[claim.metric], level) for claim, pairs in zip(claims, paired, strict=True)]
+    tests = []
+    for claim, pairs in zip(claims, pairs_of, strict=True):
+        share = len(claim.presets) / len(pairs)
+        difference = _sum([one / len(pairs) for one in pairs.values()])
+        estimate = (difference, share) if paired else _fitted(claim, by_metric[claim.metric])
+        tests.append(_test(*estimate, noise[claim.metric], level))
     corrected = holm([p for *_, p in tests])
     return [
         Finding(
@@ -168,12 +182,12 @@ def assess(claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level:
             verdict=verdict(difference, difference - reach, difference + reach, claim.side),
             published_inside=None if claim.published is None else abs(claim.published - difference) <= reach,
         )
-        for claim, pairs, (difference, reach, p), p_holm in zip(claims, paired, tests, corrected, strict=True)
+        for claim, pairs, (difference, reach, p), p_holm in zip(claims, pairs_of, tests, corrected, strict=True)
     ]
 
 
 def assess_all(
-    claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level: float = 0.95
+    claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level: float = 0.95, paired: bool = True
 ) -> list[Finding | Pending]:
     """As `assess`, with a `Pending` for each claim whose runs are not there, lack its metric, or are too few for any
     variance."""
@@ -193,7 +207,7 @@ def assess_all(
             pending[claim] = Pending(claim, "no seed in common")
         elif not varies[claim.metric]:
             pending[claim] = Pending(claim, "too few seeds")
-    found = iter(assess([claim for claim in claims if claim not in pending], records, level=level))
+    found = iter(assess([claim for claim in claims if claim not in pending], records, level=level, paired=paired))
     return [pending[claim] if claim in pending else next(found) for claim in claims]
 
 
@@ -229,14 +243,28 @@ def _paired(claim: Claim, of: Cells) -> dict[int, float]:
     }
 
 
-def _test(claim: Claim, pairs: dict[int, float], noise: Noise, level: float) -> tuple[float, float, float]:
-    """Mean difference, half the interval's width, two-sided p-value."""
+def _sum(terms: Sequence[float]) -> float:
+    """0 for terms that cancel but for their rounding."""
+    total = math.fsum(terms)
+    return 0.0 if abs(total) < ROUNDING * max(map(abs, terms)) else total
+
+
+def _fitted(claim: Claim, of: Cells) -> tuple[float, float]:
+    """The contrast of the additive fit to all cells, and its variance as a share of a cell's."""
+    presets, design = list(dict.fromkeys(preset for preset, _ in of)), _design(of)
+    contrast = np.zeros(design.shape[1])
+    for names, sign in ((claim.plus, 1.0), (claim.minus, -1.0)):
+        contrast[[presets.index(name) for name in names]] = sign
+    weights = contrast @ np.linalg.pinv(design)
+    return _sum([float(weight) * y for weight, y in zip(weights, of.values(), strict=True)]), float(weights @ weights)
+
+
+def _test(difference: float, share: float, noise: Noise, level: float) -> tuple[float, float, float]:
+    """The difference, half the interval's width, two-sided p-value; `share` is the difference's variance over a
+    cell's."""
     from scipy.stats import t
 
-    difference = statistics.fmean(pairs.values())
-    if abs(difference) < ROUNDING * max(map(abs, pairs.values())):  # of differences that cancel
-        difference = 0.0
-    error = math.sqrt(noise.variance * len(claim.presets) / len(pairs))
+    error = math.sqrt(noise.variance * share)
     if not error:  # every cell is the sum of its preset and its seed: nothing is left to chance
         return difference, 0.0, float(difference == 0)
     reach = float(t.ppf((1 + level) / 2, noise.freedom)) * error
