@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 
 from oqc import config
@@ -28,8 +29,12 @@ def test_override():
     ("setting", "message"),
     [
         ("train.lr", "field=value, got 'train.lr'"),
-        ("train.lrr=1", "unknown field 'train.lrr'; did you mean 'lr'"),
-        ("trian.lr=1", "unknown field 'trian.lr'; did you mean 'train'"),
+        ("train.lrr=1", r"unknown field 'train.lrr'; did you mean 'train.lr'\?"),
+        ("trian.lr=1", r"unknown field 'trian.lr'; did you mean 'train.lr'\?"),
+        ("rank=8", r"unknown field 'rank'; did you mean 'model.ffn.rank'\?"),
+        ("image_size=8", "did you mean 'model.image_size' or 'data.image_size'"),
+        ("model.ffn.rank.x=8", "unknown field 'model.ffn.rank.x'"),
+        ("train.precision=fp16", "precision must be one of bf16, fp32, fp64, got 'fp16'$"),
         ("train.epochs=ten", "train.epochs must be a whole number, got 'ten'"),
         ("data.flip=maybe", "data.flip must be true or false, got 'maybe'"),
         ("train.epochs=0", "epochs must be more than 0 and finite, got 0"),
@@ -41,6 +46,28 @@ def test_override():
 def test_bad_settings_are_named(setting, message):
     with pytest.raises(ValueError, match=message):
         config.override(Run(), [setting])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Train(epochs=1.5), "epochs must be a whole number, got 1.5"),
+        (lambda: Train(warmup="5"), "warmup must be a number, got '5'"),
+        (lambda: Train(betas=0.9), "betas must be 2 numbers, got 0.9"),
+        (lambda: Data(crop=None), "crop must be a whole number, got None"),
+        (lambda: Data(image_size="32"), "image_size must be a whole number, got '32'"),
+        (lambda: Run(model=3), "model must be a table of fields, got 3"),
+    ],
+)
+def test_fields_of_another_kind_are_named_however_a_config_is_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_config_of_lists_and_numpy_numbers_is_the_one_that_json_gives_back():
+    run = Run(train=Train(betas=[0.9, 0.99], epochs=np.int64(3), lr=np.float32(0.5)), model=Model(depth=np.int32(2)))
+    assert run == config.from_dict(Run, json.loads(json.dumps(config.to_dict(run))))
+    assert hash(run) == hash(Run(train=Train(betas=(0.9, 0.99), epochs=3, lr=0.5), model=Model(depth=2)))
 
 
 @pytest.mark.parametrize(

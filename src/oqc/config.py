@@ -31,9 +31,7 @@ class FFN:
     """A host and the complement beside it."""
 
     host: str = "afbo"
-    hidden: int | None = (
-        None  # host width H; None: chosen so that the host has the parameters of an MLP of ratio `match`
-    )
+    hidden: int | None = None  # host width H; None: at which the host has the parameters of an MLP of ratio `match`
     match: float = 4.0
     groups: int = 1  # AFBO only: 1 is the dense form of the paper's tables, 4 the grouped form
     complement: str = "none"
@@ -105,6 +103,7 @@ class Data:
     cutmix: float = 0.0  # Beta parameter; 0: off
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         check_range("val", self.val, 0.0, 0.9)
         for name in ("crop", "cutout", "mixup", "cutmix"):
             check_not_negative(name, getattr(self, name))
@@ -134,14 +133,13 @@ class Train:
     nan_limit: int = 10  # non-finite steps in a row before the run stops
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         for name in ("epochs", "batch", "lr", "adam_eps", "eval_every", "nan_limit"):
             check_positive(name, getattr(self, name))
         for name in ("weight_decay", "warmup", "clip"):
             check_not_negative(name, getattr(self, name))
         check_range("smoothing", self.smoothing, 0.0, 1.0)
         check_range("ema", self.ema, 0.0, 1.0)
-        if len(self.betas) != 2:
-            raise ValueError(f"betas must be two numbers, got {self.betas}")
         for beta in self.betas:
             check_range("betas", beta, 0.0, 1.0)
         check_choice("precision", self.precision, PRECISIONS)
@@ -155,6 +153,9 @@ class Run:
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
 
+    def __post_init__(self) -> None:
+        _check_kinds(self)
+
 
 def check_choice(name: str, value: object, allowed: typing.Iterable[str]) -> None:
     allowed = tuple(allowed)
@@ -164,8 +165,14 @@ def check_choice(name: str, value: object, allowed: typing.Iterable[str]) -> Non
 
 def nearest(value: str, allowed: typing.Iterable[str]) -> str:
     """`; did you mean 'x'?`, or nothing when no allowed name is close."""
-    close = difflib.get_close_matches(value, list(allowed), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    first, *others = [*difflib.get_close_matches(value, list(allowed), n=2, cutoff=0.5), ""]
+    if others and others[0] and _likeness(value, first) == _likeness(value, others[0]):
+        return ""  # as near as another one
+    return f"; did you mean {first!r}?" if first else ""
+
+
+def _likeness(value: str, name: str) -> float:
+    return difflib.SequenceMatcher(None, name, value).ratio()
 
 
 def check_positive(name: str, value: float) -> None:
@@ -269,13 +276,30 @@ def override(config: T, settings: typing.Iterable[str]) -> T:
         for parent in parents:
             hints = typing.get_type_hints(kind)
             if parent not in hints or not dataclasses.is_dataclass(hints[parent]):
-                raise ValueError(f"unknown field {path!r}{nearest(parent, hints)}")
+                raise _unknown(path.strip(), type(config))
             table, kind = table[parent], typing.cast(Any, hints[parent])
         hints = typing.get_type_hints(kind)
         if name not in hints:
-            raise ValueError(f"unknown field {path!r}{nearest(name, hints)}")
+            raise _unknown(path.strip(), type(config))
         table[name] = _parse(hints[name], text.strip(), path)
     return from_dict(type(config), values)
+
+
+def _unknown(path: str, cls: type) -> ValueError:
+    """With the whole path of what may have been meant: a field of that name, or one whose path is like it."""
+    known, name = list(_paths(cls)), path.rpartition(".")[2]
+    same = [repr(one) for one in known if one.rpartition(".")[2] == name]
+    hint = f"; did you mean {' or '.join(same)}?" if same else nearest(path, known)
+    return ValueError(f"unknown field {path!r}{hint}")
+
+
+def _paths(cls: type, prefix: str = "") -> typing.Iterator[str]:
+    """Of all fields."""
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _paths(typing.cast(type, kind), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _parse(kind: Any, text: str, where: str) -> Any:

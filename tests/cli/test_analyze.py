@@ -49,7 +49,7 @@ def test_the_table_says_what_each_number_is(trained):
     lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
     assert set(METRICS) <= set(lines)
     assert "mean |cos(q_perp, m)|" in lines["after"]
-    assert "set beside the paper's" in lines["separation_euclidean"]
+    assert "set beside the paper's" in lines["separation_centroids"]
     assert "best weights" in result.stdout
 
 

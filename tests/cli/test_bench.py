@@ -87,6 +87,19 @@ def test_a_backend_that_strays_is_refused(monkeypatch, grad, fault):
         bench.check_parity(model, "torch", torch.device("cpu"), "fp32")
 
 
+def test_a_rank_that_is_named_is_timed_also_where_it_is_the_default(monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench, "run_bench", lambda todo, **options: seen.extend(todo) or [])
+    command = ["bench", "--device", "cpu", "--complements", "none,static", "--json"]
+    for more, ranks in (([], {83}), (["--set", "ffn.rank=56"], {56}), (["--set", "ffn.rank=57"], {57})):
+        seen.clear()
+        assert CliRunner().invoke(app, [*command, *more]).exit_code == 0
+        assert {case.row()["rank"] for case in seen} == {None, *ranks}
+    for field, option in (("ffn.host=mlp", "--hosts"), ("ffn.complement=full", "--complements")):
+        found = CliRunner().invoke(app, [*command, "--set", field])
+        assert str(found.exception) == f"--set {field.partition('=')[0]}: name it with {option}"
+
+
 def test_the_paper_s_models_pass_in_bf16():
     for case in bench.cases(["afbo"], ["full", "lowrank", "static", "dynamic"], ["torch"], ["eager"], ["train"]):
         bench.check_parity(case.model, "torch", torch.device("cpu"), "bf16")

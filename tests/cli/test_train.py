@@ -1,6 +1,7 @@
 """What `oqc train`, `evaluate` and `predict` say of the places and files they are given."""
 
 import json
+import re
 import shutil
 import statistics
 import zlib
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from oqc.cli import app
 from oqc.cli.train import _read_image
 from oqc.config import Model
+from oqc.train import RunFolder
 
 
 def png(*chunks):
@@ -85,7 +87,9 @@ def test_data_that_moved_is_given_by_its_place_or_the_folder_it_is_in(moved, mon
     folder, now = moved
     monkeypatch.chdir(folder)
     for command in ("evaluate", "analyze"):
-        with pytest.raises(ValueError, match="data name must be one of"):
+        with pytest.raises(
+            ValueError, match=r"does not exist \(of a run whose data were moved: --data-dir says where they are\)"
+        ):
             oqc(command, "run", "--device", "cpu")
         for place in ("new", f"new/{now.name}", now):
             assert json.loads(oqc(command, "run", "--data-dir", place, "--device", "cpu", "--json"))["images"] > 0
@@ -98,8 +102,33 @@ def test_data_that_moved_is_given_by_its_place_or_the_folder_it_is_in(moved, mon
 def test_what_has_no_effect_or_no_meaning_is_refused():
     with pytest.raises(ValueError, match="--rank 8 is that of a complement, and this model has none"):
         oqc("train", "--data", "digits", "--model", "deep_vit_afbo", "--rank", "8", "--dry-run")
+    with pytest.raises(ValueError, match="--preset cifar100_afbo and --model deep_vit_mlp both name a model"):
+        oqc("train", "--data", "digits", "--preset", "cifar100_afbo", "--model", "deep_vit_mlp", "--dry-run")
     told = json.loads(oqc("train", "--data", "digits", "--complement", "lowrank", "--rank", "8", "--dry-run"))
     assert told["model"]["ffn"]["rank"] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ((), "digits-afbo"),
+        (("--model", "deep_vit_mlp"), "deep_vit_mlp"),
+        (("--model", "deep_vit_afbo", "--complement", "full"), "digits-afbo-full-r56"),
+        (("--preset", "cifar100_lowrank_r56", "--epochs", "2"), "cifar100_lowrank_r56"),
+        (("--preset", "cifar100_lowrank_r56", "--complement", "none"), "digits-afbo"),
+    ],
+)
+def test_a_run_is_named_after_a_preset_or_a_model_while_it_is_one(options, name, tmp_path, monkeypatch):
+    places = []
+
+    def check(folder, **_):
+        places.append(folder.path)
+        raise ValueError("that is as far as it has to go")
+
+    monkeypatch.setattr(RunFolder, "check", check)
+    with pytest.raises(ValueError, match="as far as"):
+        oqc("train", "--data", "digits", *options)
+    assert re.fullmatch(rf"{name}-[0-9a-f]{{12}}-s0", places[0].name)
 
 
 def test_the_folder_of_several_runs_names_them(tmp_path):

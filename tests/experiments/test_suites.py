@@ -273,6 +273,20 @@ def test_records_that_do_not_tell_how_long_they_took_to_start(tmp_path):
     assert suites._Clock([record]).expected(job) == 3.0
 
 
+def test_the_time_that_another_machine_took_tells_nothing(runs, tmp_path):
+    told = []
+
+    class Listening(suites.Unwatched):
+        def begin(self, done, total, left):
+            told.append(left)
+
+    jobs = suites.plan("vit-tiny", 2, "digits", 1)
+    for job, place in zip(jobs[:2], ({"gpu": "NVIDIA H200"}, {"device": "cpu"}), strict=True):
+        append_record(tmp_path / "runs.jsonl", made_up(job, 100.0) | {"environment": place})
+        reproduce("vit-tiny", tmp_path, seeds=2, minutes=0, device="cpu", workers=1, watch=Listening(), **TINY)
+    assert told == [None, 200.0]
+
+
 def test_runs_side_by_side_are_not_counted_twice():
     jobs = suites.plan("vit-tiny", 2, "digits", 1)
     earlier = [made_up(job, 100.0) | {"at_once": 2} for job in jobs[:2]]

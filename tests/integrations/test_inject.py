@@ -107,8 +107,18 @@ def test_trainable_with_a_head():
     assert {id(p) for p in trainable(model, also=(model.head, model.norm))} == picked | {
         id(p) for p in model.norm.parameters()
     }
-    with pytest.raises(ValueError, match=r"also must be a module of the model or several, got \['head'\]"):
+    with pytest.raises(ValueError, match=r"also must be a module or several, got \['head'\]"):
         trainable(model, also=["head"])
+
+
+def test_trainable_with_a_head_that_is_not_of_the_model():
+    model, head = vit(), torch.nn.Linear(32, 5)
+    head.weight.requires_grad_(False)
+    inject(model, "lowrank", rank=4)
+    picked = trainable(model, also=head)
+    assert {id(p) for p in picked} == {id(p) for p in (*trainable(model), *head.parameters())}
+    assert all(p.requires_grad for p in picked)
+    assert {id(p) for p in head.parameters()} <= {id(p) for p in trainable(model, "all", also=head)}
 
 
 def test_trainable_leaves_frozen_what_others_froze():
@@ -165,6 +175,7 @@ def test_report():
     assert "in 3 of 3 feed-forward networks" in text
     assert f"{5 * 3 * one:,} an image, {3 * one:,} for a token that passes all of them, 245,760 once a batch" in text
     assert "  blocks.0.mlp to blocks.2.mlp (3): Mlp, 32 -> 128, " in text
+    assert "  blocks.0.mlp, blocks.2.mlp: Mlp, 32 -> 128, " in str(inject(vit(), rank=4, blocks=[0, 2]))
     remove(model)
     assert "\n  blocks.1.mlp: Mlp, 32 -> 128, " in str(inject(model, rank=8, blocks=[1]))
     assert not model.training

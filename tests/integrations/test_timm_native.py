@@ -99,6 +99,13 @@ def test_deep_vit_is_registered():
     assert timm.data.resolve_data_config(model=model)["input_size"] == (3, 32, 32)
 
 
+def test_deep_vit_takes_the_rates_of_zero_that_timms_scripts_pass():
+    timm.create_model("deep_vit_mlp", drop_rate=0.0, drop_path_rate=0.0, attn_drop_rate=0, **DEEP)
+    for name in ("drop_rate", "drop_path_rate"):
+        with pytest.raises(ValueError, match=f"{name} must be 0, .*got 0.1"):
+            timm.create_model("deep_vit_mlp", **{name: 0.1}, **DEEP)
+
+
 @torch.no_grad()
 def test_deep_vit_without_a_head():
     model = timm.create_model("deep_vit_mlp", num_classes=0, **DEEP)

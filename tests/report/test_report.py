@@ -37,6 +37,21 @@ def test_table_cells():
     assert body[1][4:] == ["–", "–"]
 
 
+def test_speeds_of_two_versions_of_the_code_are_not_set_beside_each_other():
+    old, new = ({"environment": {"device": "cpu", "commit": commit}} for commit in "ab")
+    same = rows([record(**old), record(preset="b", **old)])
+    assert [row["images_per_s"] for row in same] == [1000.0, 1000.0]
+    assert [row["images_per_s"] for row in rows([record(**old), record(preset="b", **new)])] == [None, None]
+
+
+def test_empty_lines_are_no_records(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    append_record(path, record())
+    path.write_bytes(b"\n" + path.read_bytes() + b"\n  \n")
+    append_record(path, record(seed=1))
+    assert [r["seed"] for r in read_records(path)] == [0, 1]
+
+
 def test_append_and_read(tmp_path):
     path = tmp_path / "results" / "runs.jsonl"
     append_record(path, record())

@@ -162,7 +162,7 @@ def test_dry_run_prints_the_resolved_config_and_writes_nothing(tmp_path: Path, m
     ("arguments", "message"),
     [
         (["train", "--host", "mpl"], "host must be one of .*did you mean 'mlp'"),
-        (["train", "--set", "train.lrr=1"], "unknown field 'train.lrr'.*did you mean 'lr'"),
+        (["train", "--set", "train.lrr=1"], "unknown field 'train.lrr'.*did you mean 'train.lr'"),
         (["train", "--seeds", "0,x"], "--seeds must be whole numbers"),
         (["train", "--seeds", "1,1"], "--seeds must differ"),
         (["train", "--resume", "nowhere"], "nowhere is not the folder of a run"),
@@ -240,7 +240,7 @@ def test_a_signal_to_one_rank_stops_both_in_order(npz: Path, tmp_path: Path, see
             rank.kill()
     assert [rank.returncode for rank in ranks] == [143, 143], errors
     assert re.search("stopped by SIGTERM after step .*oqc train --resume", errors[0])
-    assert ("1 further runs were not started" in errors[0]) is (seeds == "0,1")
+    assert ("1 further run was not started (give --seeds those that are left)" in errors[0]) is (seeds == "0,1")
 
 
 @pytest.mark.slow
@@ -340,4 +340,4 @@ def test_a_stop_tells_of_this_commands_runs_alone(npz: Path, tmp_path: Path, mon
     ended = oqc("train", *options(npz, "--epochs", "2"), *out, "--overwrite")
     assert ended.exit_code == 128 + signal.SIGTERM
     assert [f"s{seed}: best" in ended.stdout for seed in range(3)] == [True, False, False]
-    assert "1 further runs were not started" in ended.stderr
+    assert "1 further run was not started" in ended.stderr

@@ -27,6 +27,7 @@ def geometry(features: Tensor, labels: Tensor) -> dict[str, float | None]:
     That is: anything for features that are not finite or all equal, a separation for a single class or where no class
     has two distinct features, one by cosines where a feature is zero.
     """
+    features, labels = torch.as_tensor(features), torch.as_tensor(labels)
     if features.ndim != 2 or labels.shape != features.shape[:1]:
         raise ValueError(
             "features must be [n, D] and labels [n] with the same n,"

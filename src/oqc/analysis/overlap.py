@@ -37,6 +37,8 @@ def overlap(model: nn.Module, batches: Iterable[Any], *, by_block: bool = False)
     Without `by_block`, METRICS over all tokens and blocks, None for what the model does not have; with it, the same for
     every feed-forward network that has a complement, by its path. A gate that is scaled by alpha counts scaled.
     """
+    if isinstance(batches, (Tensor, Mapping)):
+        raise ValueError("batches must be several, such as a loader or a list; put a single batch into a list")
     model = getattr(model, "_orig_mod", model)  # what torch.compile runs calls no hooks
     networks = {path: one for path, one in model.named_modules() if isinstance(_branch(one), Complement)}
     whole = OverlapSums()

@@ -51,8 +51,8 @@ def _root(
 def main() -> None:
     try:
         app()
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         if isinstance(error, BrokenPipeError):
             sys.exit(141)
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {str(error) or 'out of memory'}", file=sys.stderr)
         sys.exit(2)

@@ -26,6 +26,7 @@ MEANING = {
     "gate_token_std": "its spread over the tokens of a block: 0 where it does not look at its input",
     "effective_rank": "directions that the features use: exp of the spectrum's entropy",
     "participation_ratio": "the same with more weight on the large ones",
+    "separation_centroids": "distance between class centroids over that within",
     "separation_euclidean": "distance between classes over within, Euclidean",
     "separation_cosine": "the same, cosine distance",
     "separation_cosine_centred": "the same, cosine distance of centred features",

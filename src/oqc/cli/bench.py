@@ -58,6 +58,11 @@ def bench(
     cuda = own.type == "cuda"
     configs.check_choice("precision", precision, experiment.PARITY)
     base = configs.override(configs.Model(), settings or [])
+    named = {setting.partition("=")[0].strip() for setting in settings or []}
+    for field, option in (("ffn.host", "--hosts"), ("ffn.complement", "--complements")):
+        if field in named:
+            raise ValueError(f"--set {field}: name it with {option}")
+    rank = base.ffn.rank if "ffn.rank" in named else None
     configs.check_positive("num_classes", base.num_classes)  # 0, for features only, has nothing to train
     given = (
         hosts,
@@ -67,14 +72,14 @@ def bench(
         phases,
     )
     lists = [_split(name, text, CHOICES[name]) for name, text in zip(CHOICES, given, strict=True)]
-    todo = experiment.cases(*lists, base=base)
+    todo = experiment.cases(*lists, base=base, rank=rank)
     for text in case or []:
         parts = text.split(":")
         if len(parts) != 5:
             raise ValueError(f"--case must be HOST:COMPLEMENT:BACKEND:MODE:PHASE, got {text!r}")
         for (name, allowed), part in zip(CHOICES.items(), parts, strict=True):
             configs.check_choice(name, part, allowed)
-        todo += experiment.cases(*([part] for part in parts), base=base)
+        todo += experiment.cases(*([part] for part in parts), base=base, rank=rank)
     ran = [dataclasses.replace(one, backend=ops.what_runs(one.backend, own)) for one in todo]
     todo = list(dict.fromkeys(ran))  # each once, under the name of what runs here
     if not cuda and any(one.mode == "graph" for one in todo):
@@ -82,6 +87,8 @@ def bench(
     if out is not None:
         if out.exists():
             raise ValueError(f"--out {out} exists; name a new file")
+        if out.suffix not in (".json", ".svg"):
+            raise ValueError(f"--out must be a .json file, got {out}")
         figure = out.with_suffix(".svg")
         if figure == out or figure.exists():
             what = "would have this name; name a .json file" if figure == out else "exists; name a new file"

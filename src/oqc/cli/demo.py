@@ -89,7 +89,7 @@ def _need(*packages: str) -> None:
     modules = {"scikit-learn": "sklearn"}
     missing = [name for name in packages if importlib.util.find_spec(modules.get(name, name)) is None]
     if missing:
-        raise ValueError(f"the demo needs {', '.join(missing)}; install with: pip install 'oqc[report]'")
+        raise ValueError(f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def _free_folder(out: Path | None) -> Path:

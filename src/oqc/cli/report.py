@@ -21,7 +21,7 @@ def report(
     """Write the tables, claims and figures of recorded runs, beside the paper's, as Markdown and SVG."""
     missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"the report needs {', '.join(missing)}; install with: pip install 'oqc[report]'")
+        raise ValueError(f"the report needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"FOLDER must be a folder with a {RESULTS}, got {folder}, which {what}")

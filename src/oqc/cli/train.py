@@ -118,10 +118,12 @@ def train(
             )
         runs = {path: RunFolder(path).config() for path in resume}
     else:
+        if preset and model:
+            raise ValueError(f"--preset {preset} and --model {model} both name a model: give one of them")
         run = resolve(preset, model, changes)
         if rank is not None and run.model.ffn.complement == "none":
             raise ValueError(f"--rank {rank} is that of a complement, and this model has none: give --complement too")
-        name = preset or model or _name(run)
+        name = _name(run, preset, model)
         numbers = _seeds(seeds) if seeds is not None else [run.train.seed]
         each = [configs.override(run, [f"train.seed={number}"]) for number in numbers]
         runs = {_place(out, name, one, several=len(each) > 1): one for one in each}
@@ -246,8 +248,14 @@ def _seeds(text: str) -> list[int]:
     return numbers
 
 
-def _name(run: Run) -> str:
+def _name(run: Run, preset: str | None, model: str | None) -> str:
+    """That of the preset or model, while the run has its network."""
+    from oqc.experiments import presets
+
     ffn = run.model.ffn
+    named = presets.get(preset).model if preset else model_config(model) if model else None
+    if named is not None and named.ffn == ffn:
+        return str(preset or model)
     branch = "" if ffn.complement == "none" else f"-{ffn.complement}-r{ffn.rank}"
     return f"{Path(run.data.name).stem}-{ffn.host}{branch}"
 

@@ -57,13 +57,14 @@ def cases(
     phases: Sequence[str],
     *,
     base: Model | None = None,
+    rank: int | None = None,
 ) -> list[Case]:
-    """Every combination, each complement at the paper's rank unless `base` names another."""
+    """Every combination, each complement at `rank`, without one at the paper's."""
     base = base or Model()
     found = []
     for host, name, backend, mode, phase in itertools.product(hosts, complements, backends, modes, phases):
-        rank = base.ffn.rank if base.ffn.rank != FFN().rank else RANKS.get(name, FFN().rank)
-        ffn = replace(base.ffn, host=host, complement=name, rank=rank)
+        own = RANKS.get(name, FFN().rank) if rank is None else rank
+        ffn = replace(base.ffn, host=host, complement=name, rank=own)
         found.append(Case(replace(base, ffn=ffn), backend, mode, phase))
     return found
 

@@ -44,7 +44,8 @@ def run_demo(
     load(DIGITS_DATA)  # verified and packed before the workers ask for it
     jobs = [_job(variant, seed, epochs) for variant in VARIANTS for seed in seeds]
     found: dict[Job, Record] = {}
-    for job, record in train_jobs(jobs, torch.device("cpu"), stop or StopRequest(), workers=workers):
+    by_seed = sorted(jobs, key=lambda job: job.seed)  # so that what else the machine does falls on all variants
+    for job, record in train_jobs(by_seed, torch.device("cpu"), stop or StopRequest(), workers=workers):
         if "diverged" in record:
             raise ValueError(f"{job}: diverged in epoch {record['diverged']['epoch']}")
         append_record(out / RESULTS, record)

@@ -26,8 +26,10 @@ from oqc.experiments.job import Job, OutOfTime, without_root
 from oqc.experiments.running import cpu_workers, train_jobs
 from oqc.files import check_folder
 from oqc.report import Record, append_record, finished, read_records
+from oqc.report.provenance import machine_of
 from oqc.report.records import is_timed
 from oqc.train import Progress, RunFolder, Silent, Stopped, find_device
+from oqc.train.environment import environment
 from oqc.train.stopping import stop_on_signals
 
 RESULTS = "runs.jsonl"
@@ -177,7 +179,9 @@ def reproduce(
     with RunFolder(results).held(), stop_on_signals() as stop:
         records, todo = read()
         side_by_side = cpu_workers(workers) if own.type == "cpu" else None
-        clock, signal = _Clock(finished(records.values()), side_by_side), None
+        alike = machine_of({"environment": environment(own)})
+        known = [record for record in finished(records.values()) if machine_of(record) == alike]
+        clock, signal = _Clock(known, side_by_side), None
 
         def left() -> float | None:
             return None if minutes is None else 60 * minutes - (time.monotonic() - began)
@@ -265,7 +269,7 @@ def _check_protocol(record: Record, path: Path, data: str, epochs: int | None) -
 
 
 class _Clock:
-    """How long runs take: by those of this process, and until there is one by those in the results file."""
+    """How long runs take: by those of this process, and until there is one by those `earlier` on such a machine."""
 
     def __init__(self, earlier: Sequence[Record], side_by_side: int | None = None) -> None:
         self.side_by_side = side_by_side  # how many at the same time, where that is known from the start

@@ -24,7 +24,7 @@ def to_onnx(model: nn.Module, path: str | Path, example: Tensor, *, size_step: i
     try:
         import onnxscript  # noqa: F401
     except ImportError:
-        raise ValueError("ONNX export needs onnx and onnxscript; install with: pip install 'oqc[export]'") from None
+        raise ValueError("ONNX export needs onnx and onnxscript: pip install onnx onnxscript") from None
     model, batch, shapes = _prepared(model, example, size_step)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with _quiet():

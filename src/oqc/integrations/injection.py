@@ -194,7 +194,8 @@ def remove(model: nn.Module) -> None:
 def trainable(
     model: nn.Module, part: str = "complement", *, also: nn.Module | Iterable[nn.Module] = ()
 ) -> list[nn.Parameter]:
-    """The parameters to train: freezes everything but the complements and the modules in `also`, such as a new head.
+    """The parameters to train: freezes everything but the complements and the modules in `also`, such as a new head,
+    which need not be part of the model.
 
     With "all" it thaws what it froze before; what the model or you froze, as fixed positions are, stays so.
     """
@@ -203,7 +204,7 @@ def trainable(
     model = uncompiled(model)
     others = [also] if isinstance(also, nn.Module) else list(also)
     if not all(isinstance(module, nn.Module) for module in others):
-        raise ValueError(f"also must be a module of the model or several, got {also!r}")
+        raise ValueError(f"also must be a module or several, got {also!r}")
     branches = [module.complement for _, module in complements(model)]
     if not branches and part == "complement":
         raise ValueError(f"{type(model).__name__} has no complement to train; call oqc.inject(model) first")
@@ -221,7 +222,11 @@ def trainable(
         vars(module).pop(FROZEN, None)
         if frozen:
             vars(module)[FROZEN] = frozen
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    own = {id(parameter) for parameter in model.parameters()}
+    beside = {id(p): p for module in others for p in module.parameters() if id(p) not in own}
+    for parameter in beside.values():
+        parameter.requires_grad_()
+    return [*(parameter for parameter in model.parameters() if parameter.requires_grad), *beside.values()]
 
 
 def complements(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -107,7 +107,9 @@ class Report:
         ]
         for (kind, width, hidden, parameters), some in itertools.groupby(self.replaced, _alike):
             paths = [one.path for one in some]
-            place = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]} ({len(paths)})"
+            place = ", ".join(path or "itself" for path in paths)
+            if len(paths) > 2 and not self.left_out:
+                place = f"{paths[0]} to {paths[-1]} ({len(paths)})"
             each = "" if len(paths) == 1 else " each"
             lines.append(f"  {place}: {kind}, {width} -> {hidden}, {parameters:,} parameters{each}")
         lines += [f"  left alone: {one.path}, {one.reason}" for one in self.skipped]

@@ -51,6 +51,9 @@ def save(
             f"{sharded} is sharded; gather the weights first (torch.distributed.checkpoint.state_dict,"
             " full_state_dict=True) into an unsharded copy of the model, and save that"
         )
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if meta is not None:
+        raise ValueError(f"{meta} is on the meta device: there are no weights to save")
     base = bases.describe(model, name, arguments)
     record = {
         "format": FORMAT,

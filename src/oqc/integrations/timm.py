@@ -142,6 +142,11 @@ def _entrypoint(name: str) -> Any:
     def create(pretrained: bool = False, **options: Any) -> nn.Module:
         known = {field.name for kind in (Model, type(Model().ffn)) for field in dataclasses.fields(kind)}
         overrides = {key: options.pop(key) for key in list(options) if key in known and key != "num_classes"}
+        for key in [key for key in options if key.endswith(("drop_rate", "drop_path_rate"))]:  # timm's scripts pass 0
+            if rate := options.pop(key):
+                raise ValueError(
+                    f"{key} must be 0, a Deep-ViT has none (its networks' dropout is drop=...), got {rate}"
+                )
         build = partial(_build, model_config(name, **overrides))
         features = {"out_indices": 3, "feature_cls": "getter"}
         return build_model_with_cfg(build, name, pretrained, feature_cfg=features, **options)

@@ -49,8 +49,9 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     missing = sorted(name for name in found["missing_keys"] if ".complement." in name)
     if missing:
         raise ValueError(
-            f"{path} has no weights for {missing[0]}, which its config says were injected; of a model that only shares"
-            " an injected one's config object, take the oqc entry out of config.json"
+            f"{path} has no weights for {missing[0]}, which its config says were injected; of a model that was loaded"
+            " without them and saved again, or only shares an injected one's config object, take the oqc entry out of"
+            " config.json"
         )
     model.__class__ = cls
     return model

@@ -74,4 +74,6 @@ def create_model(
     >>> oqc.create_model("deep_vit_afbo_lowrank_r56", num_classes=10, depth=4, rank=32)
     """
     config = model_config(model, **overrides) if isinstance(model, str) else _replace(model, overrides)
+    if overrides.get("rank") is not None and config.ffn.complement == "none":
+        raise ValueError(f"rank {overrides['rank']} is that of a complement, and this model has none: give complement=")
     return DeepViT(config, seed=seed, backend=backend, device=device, dtype=dtype)

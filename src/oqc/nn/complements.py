@@ -85,6 +85,8 @@ class Complement(nn.Module):
             raise ValueError(f"rank must be from 1 to the hidden width {hidden}, got {rank}")
         if gate_init is not None and not (is_number(gate_init) and math.isfinite(gate_init)):
             raise ValueError(f"gate_init must be a finite number, got {gate_init!r}")
+        if gate_init is not None and KINDS[name].gate == "one":
+            raise ValueError(f"gate_init is where a gate starts that is learned, and {name}'s is always 1")
         factory = {"device": torch.get_default_device() if device is None else device, "dtype": dtype}
         self.name, self.kind, self.rank, self.init, self.eps = name, KINDS[name], rank, init, eps
         self.gate_init = self.kind.gate_init if gate_init is None else float(gate_init)

@@ -133,11 +133,15 @@ def finished(records: Iterable[Record]) -> list[Record]:
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row a preset, in order of first appearance: mean and sample standard deviation over its finished runs."""
+    """One row a preset, in order of first appearance: mean and sample standard deviation over its finished runs. Speeds
+    of several machines or versions of the code are not set beside each other: no row has one then."""
     by_preset: dict[str, list[Record]] = {}
     for record in finished(records):
         by_preset.setdefault(record["preset"], []).append(record)
-    return [_row(preset, group) for preset, group in by_preset.items()]
+    places = [record["environment"] for record in finished(records) if speed_of(record) is not None]
+    several = len({(place.get("gpu"), place.get("commit")) for place in places}) > 1
+    found = [_row(preset, group) for preset, group in by_preset.items()]
+    return [row | {"images_per_s": None} for row in found] if several else found
 
 
 def speed_of(record: Record) -> float | None:

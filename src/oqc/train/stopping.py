@@ -46,10 +46,11 @@ class Stopped(Ended):
     def __init__(self, number: int, step: int, folders: list[Path], unstarted: int = 0) -> None:
         text = f"stopped by {signal.Signals(number).name} after step {step}"
         if folders:
-            runs = (f"--resume {shlex.quote(str(folder))}" for folder in folders)
-            text += f"; continue with: oqc train {' '.join(runs)}"
+            each = (f"--resume {shlex.quote(str(folder))}" for folder in folders)
+            text += f"; continue with: oqc train {' '.join(each)}"
         if unstarted:
-            text += f"; {unstarted} further runs were not started"
+            runs = "1 further run was" if unstarted == 1 else f"{unstarted} further runs were"
+            text += f"; {runs} not started (give --seeds those that are left)"
         super().__init__(text)
         self.signal, self.step, self.folders = number, step, folders
 

@@ -226,6 +226,8 @@ class Trainer:
             logits = self.model(images.to(self.device, DTYPES[self.config.train.precision]))
         self.model.train()
         classes = len(self.dataset.classes)
+        if not isinstance(logits, Tensor):
+            raise ValueError(f"the model must return logits as one tensor, got a {type(logits).__name__}")
         if logits.shape != (1, classes):
             raise ValueError(
                 f"the model's output for one image is {list(logits.shape)}, but {self.dataset.name} has"
