@@ -20,7 +20,7 @@ from oqc import ops
 from oqc.config import FFN, Model, Train
 from oqc.models import DeepViT
 from oqc.nn import OQCFFN
-from oqc.ops import device, triton_fold
+from oqc.ops import device, norm, triton_fold
 from oqc.train.optim import make_optimizer
 
 
@@ -57,10 +57,10 @@ def network(complement: str, rank: int, dtype: torch.dtype) -> None:
     module(x).sum().backward()
 
 
-def block(complement: str, rank: int) -> None:
-    """A block of Deep-ViT in training, in inference, and its parameters' update."""
+def blocks(complement: str, rank: int, depth: int = 1) -> None:
+    """Blocks of Deep-ViT in training, in inference, and their parameters' update."""
     ffn = FFN(host="afbo", complement=complement, rank=rank, hidden=160)
-    model = DeepViT(Model(width=256, heads=8, depth=1, readout=False, ffn=ffn), backend="triton")
+    model = DeepViT(Model(width=256, heads=8, depth=depth, readout=False, ffn=ffn), backend="triton")
     images = torch.randn(1, 3, 32, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(images).float().sum().backward()
@@ -76,7 +76,10 @@ def main(capability: int, shared_memory: int) -> None:
     JITFunction.run = compile_only(JITFunction.run)
     device.INTERPRETED = True  # so that tensors of a CPU go to the kernels
     triton_fold.shared_memory = lambda device: shared_memory
-    block("lowrank", 128)
+    blocks("lowrank", 128)
+    norm.AHEAD = True
+    blocks("dynamic", 120, depth=2)
+    blocks("full", 128, depth=2)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         network("full", 128, dtype)
     network("dynamic", 120, torch.bfloat16)

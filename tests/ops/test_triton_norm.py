@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from fused_oracle import SMALL, Case, leaves, tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import oqc
 from oqc import ops
 from oqc.config import FFN, Model
+from oqc.ops import fused, operators, triton_norm
 from oqc.ops import norm as norms
-from oqc.ops import triton_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = Model(image_size=8, patch_size=2, channels=1, num_classes=5, width=32, depth=2, heads=2, ffn=FFN(rank=4))
@@ -342,3 +343,90 @@ def test_counts_no_flops():
             one(x).sum().backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+# By the network's last kernel.
+
+AHEAD = [SMALL[8], SMALL[9], SMALL[10], Case(20, 24, 5, 2, space="none", gate="token", residual=True, bias=False)]
+
+
+def then_norm(case, p, norm):
+    """The residual sum and its norm, by the network's kernel or after it."""
+    maps = [p.get(name + end) for name in ("map_a", "map_b", "spatial_a", "spatial_b") for end in ("", "_bias")]
+    branch = {name: p.get(name) for name in ("u", "v", "project", "lift")}
+    branch |= {"beta": p["beta"]} if case.gate == "scalar" else {"gate": (p["gate_weight"], p.get("gate_bias"))}
+    branch |= {"space": case.space, "residual": p["residual"], "grid": (3, case.columns), "prefix": 1}
+    with autocast():
+        s = fused.ffn_afbo(p["x"], *maps, p["weight"], p.get("bias"), **branch, then=norms.ahead(p["residual"], norm))
+        return s if isinstance(s, tuple) else ops.residual_norm(s, None, norm, backend="triton")
+
+
+@pytest.mark.parametrize("case", AHEAD, ids=str)
+def test_the_kernel_before_makes_the_same_norm(case, guards, monkeypatch):
+    """As the three kernels that it takes the place of, with one rounding of z and of the norm each."""
+    monkeypatch.setattr(norms, "wanted", lambda backend, x: True)
+    norm, p = layer(case.width), leaves(tensors(case, 2, 3, 1, 0), torch.float32)
+    wanted = [*p.values(), *norm.parameters()]
+    found = []
+    for ahead in (False, True):
+        monkeypatch.setattr(norms, "AHEAD", ahead)
+        before = guards.count
+        s, n = then_norm(case, p, norm)
+        assert used(then_norm, case, p, norm) == [not ahead, 0]
+        g = torch.Generator().manual_seed(0)
+        upstream = [torch.randn(s.shape, generator=g).to(t) for t in (s, n)]
+        found.append([s, n, *torch.autograd.grad((s, n), wanted, upstream)])
+        with torch.no_grad():
+            found[-1] += then_norm(case, p, norm)
+        guards.check()
+        assert guards.count > before
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == b.dtype
+        assert error(a, b.double()) <= (4e-3 if a.dtype == torch.bfloat16 else 1e-5)
+
+
+def test_opcheck_of_a_network_with_the_next_norm(monkeypatch):
+    monkeypatch.setattr(norms, "wanted", lambda backend, x: True)
+    monkeypatch.setattr(norms, "AHEAD", True)
+    seen, case, network = [], AHEAD[0], operators.ffn
+    monkeypatch.setattr(operators, "ffn", lambda *args: seen.append(args) or network(*args))
+    then_norm(case, leaves(tensors(case, 1, 3, 1, 0), torch.float32), layer(case.width))
+    args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in seen[0]]
+    torch.use_deterministic_algorithms(False)
+    torch.library.opcheck(network, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    by_kernels = network(*args)
+    monkeypatch.setattr(operators, "on_kernels", lambda x: False)
+    for a, b in zip((by_kernels[i] for i in (0, -2, -1)), (network(*args)[i] for i in (0, -2, -1)), strict=True):
+        assert a.dtype == b.dtype
+        assert error(a, b.double()) <= 1e-2
+
+
+def test_a_model_leaves_norms_to_the_kernel_before_unless_somebody_watches(monkeypatch):
+    monkeypatch.setattr(norms, "AHEAD", True)
+    config = dataclasses.replace(
+        TINY, image_size=4, width=16, depth=3, ffn=FFN(complement="lowrank", rank=4, hidden=24)
+    )
+    model = oqc.create_model(config, seed=0, backend="triton", device=DEVICE)
+    x = torch.randn(1, 1, 4, 4, device=DEVICE)
+
+    def gradients(function):
+        with autocast():
+            y = function(x)
+        return [y, *torch.autograd.grad(y.float().square().sum(), list(model.parameters()))]
+
+    found = gradients(model)
+    assert used(evaluate, model, x) == [4, 0]  # of 3 blocks with 2 each
+    handle = model.blocks[1].register_forward_hook(lambda module, args, out: seen.append(out))
+    seen = []
+    assert used(evaluate, model, x) == [6, 0]
+    assert isinstance(seen[0], torch.Tensor)
+    handle.remove()
+    model.blocks[2].norm1.register_forward_hook(lambda module, args, out: None)
+    assert used(evaluate, model, x) == [4, 0]  # the hooked one is the module's, the one before is made ahead
+    model.blocks[2].norm1._forward_hooks.clear()
+    compiled = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    monkeypatch.setattr(norms, "AHEAD", False)
+    assert used(evaluate, model, x) == [6, 0]
+    for a, b, c in zip(gradients(model), found, compiled, strict=True):
+        assert error(b, a.double()) <= 1e-2
+        assert error(c, b.double()) <= 1e-6

@@ -53,17 +53,33 @@ class Block(nn.Module):
             **factory,
         )
 
-    def forward(self, x: Tensor, folded: ops.fused.Folded | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        folded: ops.fused.Folded | None = None,
+        y: Tensor | None = None,  # norm1(x), where it is there already
+        then: ops.Norm | None = None,  # of the output, to be returned as well, if it can be
+    ) -> Any:
         # What is not as it was built, or is watched, gets the norm's own output, and is seen to give its own.
         attn, ffn = self.attn, self.ffn
-        whole = type(attn) is Attention and not ops.has_hooks(attn) and ops.is_plain(attn.qkv)
-        x, y = ops.residual_norm(x, None, self.norm1, backend=self.backend if whole else "torch")
+        if y is None:
+            x, y = ops.residual_norm(x, None, self.norm1, backend=self.backend if self._takes_half() else "torch")
         whole = type(ffn) is OQCFFN and not ops.has_hooks(ffn)
         half = whole and ffn.takes_half()
         x, y = ops.residual_norm(x, attn(y), self.norm2, backend=self.backend if half else "torch")
         if whole:
-            return ffn(y, folded, residual=x)
-        return x + (ffn(y) if folded is None else ffn(y, folded))  # another module there takes y alone
+            return ffn(y, folded, residual=x) if then is None else ffn.normed(y, folded, x, then)
+        x = x + (ffn(y) if folded is None else ffn(y, folded))  # another module there takes y alone
+        return x if then is None else (x, None)
+
+    def _takes_half(self) -> bool:
+        """Whether all that reads norm1's output is a plain layer, for which autocast rounds it anyway."""
+        return type(self.attn) is Attention and not ops.has_hooks(self.attn) and ops.is_plain(self.attn.qkv)
+
+    def ahead(self, x: Tensor) -> ops.Norm | None:
+        """What of norm1 may be done by the kernel that makes x, if any may."""
+        known = type(self) is Block and not ops.has_hooks(self) and self._takes_half()
+        return ops.ahead(x, self.norm1, backend=self.backend) if known else None
 
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x = x + self.attn(self.norm1(x))
@@ -149,9 +165,21 @@ class DeepViT(nn.Module):
             folded = fold_together([getattr(block, "ffn", None) for block in self.blocks], x)
         x = penultimate = self.embed(x)
         ops.join(side)
-        for block, weights in zip(self.blocks, folded, strict=True):
-            penultimate, x = x, block(x) if weights is None else block(x, weights)
+        y = None
+        for i, (block, weights) in enumerate(zip(self.blocks, folded, strict=True)):
+            penultimate, then = x, None if weights is None else self._norm_after(i, x)
+            if then is not None:
+                x, y = block(x, weights, y, then)
+            else:
+                x, y = block(x) if weights is None else block(x, weights, y), None
         return self.pool(x, penultimate)
+
+    def _norm_after(self, i: int, x: Tensor) -> ops.Norm | None:
+        """Of what block i makes of x, where the next one begins with a norm that its kernel can make."""
+        maker, reader = self.blocks[i], self.blocks[i + 1] if i + 1 < len(self.blocks) else None
+        if type(maker) is not Block or ops.has_hooks(maker) or not isinstance(reader, Block):
+            return None
+        return reader.ahead(x)
 
     @overload
     def forward(self, x: Tensor, intermediates: Literal[False] = False) -> Tensor: ...

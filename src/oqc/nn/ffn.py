@@ -129,6 +129,14 @@ class OQCFFN(nn.Module):
             y = complement(x, kept, host.mix(*maps), out, self.backend)
         return self._leave(y)
 
+    def normed(
+        self, x: Tensor, folded: ops.fused.Folded | None, residual: Tensor, then: ops.Norm
+    ) -> tuple[Tensor, Tensor | None]:
+        """residual + forward(x), and the norm of that if one kernel can make both."""
+        if self._adds(x, residual) and (folded is not None or self._is_one_operator(x)):
+            return self._fused(x, folded, residual, then)
+        return self.forward(x, folded, residual=residual), None
+
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The output by the literal equations, with b, q, m, q_perp, delta, gate and h by name."""
         x, kept, b = self._hidden(x)
@@ -159,12 +167,18 @@ class OQCFFN(nn.Module):
         own = () if branch is None else (getattr(branch, "u", None), getattr(branch, "v", None), branch.gate_map)
         return ops.is_plain(*self.host.up(), *own)
 
-    def _fused(self, x: Tensor, folded: ops.fused.Folded | None, residual: Tensor | None = None) -> Tensor:
+    def _fused(
+        self,
+        x: Tensor,
+        folded: ops.fused.Folded | None,
+        residual: Tensor | None = None,
+        then: ops.Norm | None = None,
+    ) -> Any:
         host: Any = self.host
         options: dict[str, Any] = {"grid": x.shape[1:3]} if x.dim() == 4 else {"grid": host.grid_of(x.shape[1])}
         options["prefix"] = 0 if x.dim() == 4 else host.prefix_tokens
         if self.complement is not None:
-            options |= self.complement.fused_options(x) | {"folded": folded, "residual": residual}
+            options |= self.complement.fused_options(x) | {"folded": folded, "residual": residual, "then": then}
         layers = (host.map_a, host.map_b, host.spatial_a, host.spatial_b, host.fc2)
         return ops.fused.ffn_afbo(x, *(t for layer in layers for t in (_weight(layer), layer.bias)), **options)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from oqc.ops import operators
+from oqc.ops import norm, operators
 from oqc.ops.device import DTYPES, wanted
 from oqc.ops.layout import Form, gate_columns
 from oqc.ops.reference import Space, full_precision
@@ -81,7 +81,7 @@ def ffn_afbo(
     grid: tuple[int, int],
     prefix: int = 0,
     **branch: Any,  # `_network`'s, from u on
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """y = W (b + gate * delta) + bias with b = GELU(DW3x3(A x)) * DW3x3(B x): the AFBO host."""
     maps = ((map_a, map_a_bias), (map_b, map_b_bias))
     taps = (spatial_a, spatial_a_bias, spatial_b, spatial_b_bias)
@@ -119,8 +119,9 @@ def _network(
     eps: float = 1e-6,
     folded: Folded | None = None,  # of `fold`, where it was done for all layers at once
     residual: Tensor | None = None,  # [..., D], to be added, which gives the sum its dtype
+    then: norm.Norm | None = None,  # of that sum, wanted as well (`norm.ahead`); only with a branch
     **host: Any,  # of Form: mix and gated, or the grid
-) -> Tensor:
+) -> Any:
     dtype = compute_dtype(x)
     rank = 0 if lift is None else lift.shape[1]
     pieces = list(host_maps)  # of weight_in and bias_in
@@ -148,7 +149,11 @@ def _network(
             stack, exact = folded or fold([weight], [lift], [project], space, dtype)[0]
         rest = None if residual is None else residual.reshape(-1, residual.shape[-1])
         tokens = x.reshape(-1, x.shape[-1]).to(dtype)
-        inputs = (tokens, weight_in, bias_in, *map(_whole, taps), stack, exact, _whole(bias), value, rest)
+        *affine, norm_eps = then or (None, None, Form().norm_eps)
+        inputs = (
+            *(tokens, weight_in, bias_in, *map(_whole, taps), stack, exact, _whole(bias), value, rest),
+            *(_whole(item if item is None else item.detach()) for item in affine),  # `made` has their gradient
+        )
         form = Form(
             rank=rank,
             space="host" if lift is None else space,
@@ -156,11 +161,13 @@ def _network(
             gate_kind="logit" if isinstance(gate, tuple) else "scalar" if beta is None else "beta",
             shared=u is None and lift is not None,
             eps=eps,
+            norm_eps=norm_eps,
             save=_may_need_grad(*inputs),
             **host,
         )
-        y = operators.ffn(*inputs, *form)[0]
-    return y.view(*x.shape[:-1], y.shape[-1])
+        y, *_, n, stats = operators.ffn(*inputs, *form)
+    y = y.view(*x.shape[:-1], y.shape[-1])
+    return y if then is None else norm.made(y, n.view(y.shape), stats, then)
 
 
 def ffn_complement(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 GATE_COLUMNS = 16  # of proj: the gate's logit and zeros, so that rows stay aligned (`gate_columns`)
 BF16_GRAM = 32  # the least rank whose G q is a product of bf16
-LAYOUT = 8  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
+LAYOUT = 9  # one more with every change of what an operator returns: compiled code kept on disk must not outlive it
 
 
 class Form(NamedTuple):
@@ -29,6 +29,7 @@ class Form(NamedTuple):
     gated: bool = True  # whether there is a c
     eps: float = 1e-6
     save: bool = True  # whether a backward may follow
+    norm_eps: float = 1e-5
     layout: int = LAYOUT
 
 
@@ -47,6 +48,8 @@ class Network(NamedTuple):
     bias: Tensor | None  # of W
     gate: Tensor | None
     residual: Tensor | None  # [T, D]
+    gamma: Tensor | None  # of the LayerNorm that reads the sum with the residual, where that is wanted too
+    beta: Tensor | None
 
     @property
     def taps(self) -> tuple[Tensor | None, ...]:

@@ -1,7 +1,8 @@
 """The residual sum and the LayerNorm of it: by the fused kernels under autocast, by the module itself elsewhere.
 
 The gradient that comes back along the residual stream and the norm's own meet in one kernel. An operator cannot return
-what it was given, and without y the sum is x; so the gradient belongs to a Function around the operators.
+what it was given, and without y the sum is x; so the gradient belongs to a Function around the operators. The kernel
+that makes the sum may make the norm too (`ahead`); what it made then has that same gradient (`made`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from oqc.ops.modules import has_hooks
 
 HALF = (torch.bfloat16, torch.float16)
 MOST_WIDTH = 2048  # beyond it a row no longer fits a program's registers
+AHEAD = False  # whether a network's last kernel makes the norm of its output as well: not measured yet
+MOST_AHEAD = 256  # as wide an output has room in that kernel
+
+Norm = tuple[Tensor, Tensor, float]  # weight, bias, eps
 
 
 def residual_norm(x: Tensor, y: Tensor | None, norm: nn.Module, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -27,6 +32,18 @@ def residual_norm(x: Tensor, y: Tensor | None, norm: nn.Module, *, backend: str 
         return s, n
     s = x if y is None else x + y
     return s, norm(s)
+
+
+def ahead(x: Tensor, norm: Any, *, backend: str = "auto") -> Norm | None:
+    """What of a LayerNorm the kernel that makes such an x needs to make norm(x) too, if there is one that can."""
+    if not AHEAD or x.shape[-1] > MOST_AHEAD or not _chosen(x, None, norm, backend):
+        return None
+    return norm.weight, norm.bias, norm.eps
+
+
+def made(s: Tensor, n: Tensor, stats: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """`residual_norm` of s, where n = norm(s) and its `stats` are there already: its gradient."""
+    return _ResidualNorm.apply(s, None, *norm, n.dtype, n.detach(), stats.detach())[:2]
 
 
 def _chosen(x: Tensor, y: Tensor | None, norm: Any, backend: str) -> bool:
@@ -106,14 +123,23 @@ def _(
 class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+        x: Tensor,
+        y: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        n: Tensor | None = None,
+        stats: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if n is not None and stats is not None:
+            return x.view_as(x), n.view_as(n), stats.view_as(stats)
         s, n, stats = _forward(x, y, weight, bias, eps, dtype)
         return x.view_as(x) if y is None else s, n, stats
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, y, weight, bias, ctx.eps, _ = inputs
+        x, y, weight, bias, ctx.eps, *_ = inputs
         s, _, stats = output
         ctx.save_for_backward(x if y is None else s, stats, weight, bias)
         ctx.dtype = None if y is None else y.dtype
@@ -136,4 +162,4 @@ class _ResidualNorm(torch.autograd.Function):
             dy = None if ctx.dtype is None else dx
         elif dy is None:
             dy = dx.to(half)
-        return dx, dy, dweight, dbias, None, None
+        return dx, dy, dweight, dbias, None, None, None, None

@@ -84,17 +84,20 @@ def _plain_fold(*args: Any) -> Tensor:
     return plain.fold(*args)[0]
 
 
-@_operator("ffn", f"{_FFN}, {_FORM}", 9)
+@_operator("ffn", f"{_FFN}, {_FORM}", 11)
 def ffn(*args: Any) -> tuple[Tensor, ...]:
-    """y, or the residual + y; proj and [b | z | 1]; what the complement saves, and [W b | O^T b]."""
+    """y, or the residual + y; proj and [b | z | 1]; what the complement saves, and [W b | O^T b]; the norm of the sum
+    with the residual, its mean and 1 / standard deviation."""
     given, form = cut(args, Network, Form)
     x, stack, bias, residual = given.x, given.stack, given.bias, given.residual
     hidden = hidden_of(stack, form)
     if not on_kernels(x):
-        return plain.ffn(*args), *_ffn_shapes(*args)[1:]
+        y = plain.ffn(*args)
+        return y, *_ffn_shapes(*args)[1:-2], *_plain_norm(y, given, form)
     from oqc.ops import triton_complement, triton_mix, triton_spatial
 
     with on_device_of(x):
+        n, stats = _norm_shapes(x, given)
         proj = F.linear(x, given.weight_in, cast(given.bias_in, x))  # [T, C]
         a, c, u, v, logit = split(proj, hidden, form)
         both = x.new_empty(x.shape[0], both_columns(stack, form))  # [b | z | 1], b alone without a complement
@@ -104,6 +107,7 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
         else:
             triton_mix.forward(a, c, form.mix, out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
+        then = None
         width, host, t = width_of(stack.shape[0], form), x.new_empty(0), None
         apart = form.space == "hidden" or (form.space != "host" and residual is not None)
         if apart:  # W b by itself: a kernel adds what comes to it
@@ -111,15 +115,27 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
             t = host[:, width:]
         if form.space != "host":
             branch = (u, v, given.gate if logit is None else logit[:, 0], stack, gram_of(stack, given.exact, form))
-            saved = triton_complement.coefficients(b, *branch, **kind_of(form), save=form.save, out=z, t=t)
+            if given.gamma is not None:
+                y = residual.new_empty(residual.shape)
+                norm = (given.gamma, given.beta, form.norm_eps)
+                then = triton_complement.Next(host[:, :width], stack, bias, residual.contiguous(), *norm, y, n, stats)
+            saved = triton_complement.coefficients(b, *branch, **kind_of(form), save=form.save, out=z, t=t, then=then)
         if apart:
-            parts = (host[:, :width], z[:, : padded_rank(form)], stack, bias, saved[-1])
-            y = triton_complement.combination(*parts, None if residual is None else residual.contiguous())
+            if then is None:
+                parts = (host[:, :width], z[:, : padded_rank(form)], stack, bias, saved[-1])
+                y = triton_complement.combination(*parts, None if residual is None else residual.contiguous())
             host = host if form.space == "hidden" else x.new_empty(0)
         else:
             y = F.linear(both[:, : stack.shape[1]], stack[:width], cast(bias, x))
             y = y if residual is None else residual + y
-    return (y, proj, both, *saved, host) if form.save else (y, *_empty(x, 8))
+    return (y, *((proj, both, *saved, host) if form.save else _empty(x, 8)), n, stats)
+
+
+def _plain_norm(s: Tensor, given: Any, form: Form) -> tuple[Tensor, Tensor]:
+    if given.gamma is None:
+        return _norm_shapes(given.x, given)
+    n, *stats = torch.native_layer_norm(s, s.shape[-1:], given.gamma, given.beta, form.norm_eps)
+    return n.to(given.x.dtype), torch.stack([part.flatten() for part in stats])
 
 
 @_operator("ffn_backward", f"Tensor dy, {_FFN}, Tensor proj, Tensor both, {_KEPT}, {_FORM}", 5)
@@ -237,10 +253,17 @@ def _ffn_shapes(*args: Any) -> tuple[Tensor, ...]:
     given, form = cut(args, Network, Form)
     x, stack = given.x, given.stack
     y = (x if given.residual is None else given.residual).new_zeros(x.shape[0], width_of(stack.shape[0], form))
+    normed = _norm_shapes(x, given)
     if not form.save:
-        return y, *_empty(x, 8)
+        return y, *_empty(x, 8), *normed
     kept = [x.new_zeros(x.shape[0], n) for n in (given.weight_in.shape[0], both_columns(stack, form))]
-    return y, *kept, *(_empty(x, 6) if form.space == "host" else saved_shapes(x, y, form))
+    return y, *kept, *(_empty(x, 6) if form.space == "host" else saved_shapes(x, y, form)), *normed
+
+
+def _norm_shapes(x: Tensor, given: Network) -> tuple[Tensor, Tensor]:
+    if given.gamma is None:
+        return x.new_empty(0), x.new_empty(0)
+    return x.new_empty(x.shape[0], given.gamma.shape[0]), x.new_empty(2, x.shape[0], dtype=torch.float32)
 
 
 @_ffn_backward.register_fake
@@ -284,6 +307,10 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.set_materialize_grads(False)
 
 
+def _remember_network(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _remember(ctx, inputs, output[:-2])  # the norm's gradient belongs to who asked for it (`norm.made`)
+
+
 def _remember_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.count, ctx.rest = 3, inputs[3:]
@@ -316,7 +343,7 @@ def _ffn_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         dbias_in = dbias_in.to(bias_in.dtype)
     dbias = dbias if bias is None else dbias.to(bias.dtype)
     dgate = dgate if gate is None or form.space == "host" else dgate.view_as(gate)
-    return dx, dweight, dbias_in, *dtaps, dstack, dexact, dbias, dgate, dy
+    return dx, dweight, dbias_in, *dtaps, dstack, dexact, dbias, dgate, dy, None, None
 
 
 def _complement_gradients(dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
@@ -348,7 +375,7 @@ def _differentiate(function: Callable[..., Any], backward: Callable[..., Any]) -
 
 
 fold.register_autograd(_differentiate(_plain_fold, _fold_backward), setup_context=_remember_weights)
-ffn.register_autograd(_differentiate(plain.ffn, _ffn_gradients), setup_context=_remember)
+ffn.register_autograd(_differentiate(plain.ffn, _ffn_gradients), setup_context=_remember_network)
 complement.register_autograd(_differentiate(plain.complement, _complement_gradients), setup_context=_remember)
 
 

@@ -59,7 +59,7 @@ def ffn(*args: Any) -> Tensor:
 
 
 def _ffn(given: Any, form: Form) -> Tensor:
-    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate, _ = given
+    x, weight_in, bias_in, tap_a, bias_a, tap_c, bias_c, stack, exact, bias, gate, *_ = given
     a, c, u, v, logit = split(F.linear(x, weight_in, cast(bias_in, x)), hidden_of(stack, form), form)
     if form.mix == "afbo":
         b = F.gelu(_spatial(a, tap_a, bias_a, form)) * _spatial(c, tap_c, bias_c, form)
@@ -104,7 +104,7 @@ def complement(*args: Any) -> Tensor:
 
 def ffn_backward(dy: Tensor, inputs: Network, form: Form) -> tuple[Tensor, ...]:
     """What the operator of that name returns."""
-    dx, dweight, dbias_in, *taps, dstack, dexact, dbias, dgate, _ = gradients(ffn, dy, inputs, form)
+    dx, dweight, dbias_in, *taps, dstack, dexact, dbias, dgate, _, _, _ = gradients(ffn, dy, inputs, form)
     parts, sums = [], maps_of(form) * hidden_of(inputs.stack, form)
     if form.mix == "afbo":
         none = dx.new_zeros(sums // 2)  # of a bias that is not there

@@ -4,7 +4,8 @@ With S = [W M; P 0; 0 G], M = W O and G = O^T O (`triton_fold`; full OQC: O^T fo
 
     coefficients   t = P b (full: O^T b) and q = RMSNorm(u * v) give kappa and z as in `rankspace.coefficients`
     then           y = [b | z] [W M]^T + bias, one GEMM where b and z lie side by side and kappa is 0;
-    combination    y = (1 + kappa) W b + M z + bias elsewhere, and where the residual is added too
+    combination    y = (1 + kappa) W b + M z + bias elsewhere, and where the residual is added too; or `coefficients`
+                   itself goes on to that sum and the LayerNorm of it (`Next`), z at hand
     gradients      dz = dy M, then [(1 + kappa) dy | dt | w], du, dv and the gate's, with q recomputed from u and v
 
 One GEMM of the last buffer's first columns against S yields db, and one of all of it against [b | z | 1] the gradients
@@ -42,6 +43,7 @@ GATES = {"scalar": 0, "token": 1, "logit": 2, "beta": 3}
 # pipelined.
 UNPIPELINED = 1
 ROUNDED_TOKENS = 8  # a program
+NEXT_TOKENS, NEXT_WARPS = 32, 8  # of a program that has whole rows of the output
 SHORT_LOOP = 256  # as wide a dy is better read once without a pipeline than twice with one
 # So far from 0 that what is divided by it stays finite, so near that rounding does not tell it from 0.
 LEAST_KEEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-24, torch.float16: 2.0**-12}
@@ -143,12 +145,23 @@ def _coefficients(
     energy,  # p^T G p = |O p|^2 [T] fp32, likewise
     power,  # |b|^2 [T] fp32, full only
     keep,  # 1 + kappa [T] fp32, full only
+    host,  # W b [T, D], row stride given_row; this and what follows where NEXT
+    stack,
+    bias,  # [D]
+    residual,  # [T, D] fp32
+    gamma,  # of the norm [D], and beta
+    beta,
+    y,  # residual + output [T, D] fp32
+    n,  # its norm [T, D]
+    stats,  # its mean and 1 / standard deviation [2, T] fp32
     tokens,
     eps,
     least,  # |keep| is at least this
+    norm_eps,
     hidden: tl.constexpr,
     rank: tl.constexpr,
     padded: tl.constexpr,
+    width: tl.constexpr,
     columns: tl.constexpr,  # of u and v: R, or padded R with zeros
     b_row: tl.constexpr,
     u_row: tl.constexpr,
@@ -163,10 +176,13 @@ def _coefficients(
     GATE: tl.constexpr,
     SAVE: tl.constexpr,
     SAVE_T: tl.constexpr,
+    NEXT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last first: the product before left it in the cache
     first = block.to(tl.int64) * BLOCK_T
@@ -220,14 +236,36 @@ def _coefficients(
         else:
             scale = scale * tl.rsqrt(e / hidden + eps)
     z_r = (scale[:, None] * q).to(z.dtype.element_ty)
-    out = z + first * z_row + row[:, None] * z_row
-    tl.store(out + r[None, :], z_r, mask=wide)
-    SPARE: tl.constexpr = 32 if z_columns <= padded + 32 else 64
-    rest = padded + tl.arange(0, SPARE)[None, :] + tl.zeros_like(row)[:, None]
-    kept_of_one = one.to(z.dtype.element_ty).to(tl.float32)
-    ones = tl.where(rest == padded + 1, (one - kept_of_one)[:, None], 0.0)
-    ones = tl.where(rest == padded, kept_of_one[:, None], ones).to(z.dtype.element_ty)
-    tl.store(out + rest, ones, mask=live[:, None] & (rest < z_columns))
+    if SAVE or not NEXT:
+        out = z + first * z_row + row[:, None] * z_row
+        tl.store(out + r[None, :], z_r, mask=wide)
+        SPARE: tl.constexpr = 32 if z_columns <= padded + 32 else 64
+        rest = padded + tl.arange(0, SPARE)[None, :] + tl.zeros_like(row)[:, None]
+        kept_of_one = one.to(z.dtype.element_ty).to(tl.float32)
+        ones = tl.where(rest == padded + 1, (one - kept_of_one)[:, None], 0.0)
+        ones = tl.where(rest == padded, kept_of_one[:, None], ones).to(z.dtype.element_ty)
+        tl.store(out + rest, ones, mask=live[:, None] & (rest < z_columns))
+    if NEXT:
+        d = tl.arange(0, BLOCK_D)
+        there = live[:, None] & (d < width)[None, :]
+        m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
+        value = _dot(z_r, tl.trans(m_d), tl.zeros([BLOCK_T, BLOCK_D], tl.float32), PRECISION)
+        value += _load_rows(host + first * given_row, row, live, given_row, d, width).to(tl.float32)
+        if SPACE == HIDDEN:
+            value = kept[:, None] * value
+        if HAS_BIAS:
+            value += tl.load(bias + d, mask=d < width, other=0.0).to(tl.float32)[None, :]
+        value += _load_rows(residual + first * width, row, live, width, d, width)
+        at = first * width + row[:, None] * width + d[None, :]
+        tl.store(y + at, value, mask=there)
+        mean = tl.sum(value, 1) / width
+        left = tl.where(there, value - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(left * left, 1) / width + norm_eps)
+        normed = left * rstd[:, None] * tl.load(gamma + d, mask=d < width, other=0.0)[None, :]
+        normed += tl.load(beta + d, mask=d < width, other=0.0)[None, :]
+        tl.store(n + at, normed.to(n.dtype.element_ty), mask=there)
+        tl.store(stats + first + row, mean, mask=live)
+        tl.store(stats + tokens + first + row, rstd, mask=live)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -507,6 +545,22 @@ def _gradients(
     tl.store(parts + block, tl.sum(tl.where(live, dg, 0.0), 0))
 
 
+class Next(NamedTuple):
+    """What the kernel that makes z goes on to where its programs have whole rows: the output, the residual sum and the
+    norm of that. The last three are written."""
+
+    host: Tensor  # W b [T, D], in the rows of t
+    stack: Tensor
+    bias: Tensor | None
+    residual: Tensor  # [T, D] fp32, contiguous
+    gamma: Tensor  # [D] fp32
+    beta: Tensor
+    eps: float
+    y: Tensor  # residual + output, [T, D] fp32
+    n: Tensor  # [T, D]
+    stats: Tensor  # mean and 1 / standard deviation [2, T] fp32
+
+
 class Saved(NamedTuple):
     """What the gradients need of the forward, each empty where there is none."""
 
@@ -545,8 +599,10 @@ def coefficients(
     save: bool,
     out: Tensor,  # [z | 1 | 0 ...] as in the kernel: [T, 2 to 64 columns more than padded R], any row stride
     t: Tensor | None = None,  # P b, where it is there already, or O^T b; any row stride
+    then: Next | None = None,
 ) -> Saved:
-    """Writes z. Returns what the gradients need; without `save` only some of it is there."""
+    """Writes z, and what comes `then`: without `save` only that. Returns what the gradients need; without `save` only
+    some of it is there."""
     (tokens, hidden), padded = b.shape, gram.shape[0]
     half = b.dtype != torch.float32
     block_r, block_t = lanes(padded), 64 if half else 32
@@ -556,7 +612,12 @@ def coefficients(
     saved = Saved.of(b, padded, space, normalise, save, own)
     # Two programs a multiprocessor: left alone, the compiler takes 138 registers, and there is room for one. Full OQC
     # and G in fp32 take more, and would spill.
-    tight = block_r == 128 and space == "rank" and gram.dtype == torch.bfloat16
+    tight = block_r == 128 and space == "rank" and gram.dtype == torch.bfloat16 and then is None
+    after: tuple[Tensor, ...] = (out,) * 9
+    if then is not None:
+        block_t = NEXT_TOKENS
+        after = (*then[:2], out if then.bias is None else then.bias, *then[3:6], *then[7:])
+    width = then.y.shape[1] if then else 1
     _coefficients[(cdiv(tokens, block_t),)](
         b,
         u,
@@ -566,12 +627,15 @@ def coefficients(
         out,
         given,
         *saved,
+        *after,
         tokens,
         eps,
         LEAST_KEEP[b.dtype],
+        then.eps if then else eps,
         hidden,
         rank,
         padded,
+        width,
         u.shape[1],
         b.stride(0),
         u.stride(0),
@@ -586,11 +650,14 @@ def coefficients(
         GATE=GATES[gate_kind],
         SAVE=save,
         SAVE_T=save and space == "rank" and own is None,
+        NEXT=then is not None,
+        HAS_BIAS=then is not None and then.bias is not None,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
         BLOCK_K=256 if half else 64,
-        num_warps=8 if half else 4,
+        BLOCK_D=lanes(width),
+        num_warps=NEXT_WARPS if then else 8 if half else 4,
         num_stages=1,  # by measurement
         **({"maxnreg": 128} if tight else {}),
     )
