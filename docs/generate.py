@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from oqc.experiments import caveats, comparison, findings
+from oqc.experiments import comparison, findings
 from oqc.experiments.claims import AFBO
 from oqc.experiments.comparison import Comparison, published_speed
 from oqc.experiments.published import difference, value
@@ -89,18 +89,16 @@ def _verdicts(of: Comparison) -> str:
     if not any(isinstance(found, Finding) for found in of.findings.values()):
         return f"[docs/results.md](docs/results.md) lists the {len(asked)} claims that the runs will test."
     told = (
-        f"Of {len(asked)} claims of the paper: {findings.counts(asked)}.{findings.late(of)}"
-        " A claim is *reproduced* or *contradicted* where the 95% interval of its own difference excludes 0; where it"
-        " contains 0 nothing is settled, and the"
-        " claim has the *same sign* or the *other sign*.",
-        f"{findings.gains(of)}{findings.contradicted(of)}",
+        findings.gains(of),
+        findings.contradicted(of),
         *findings.central(of),
-        f"{caveats.one_model(of)} {caveats.our_score(of)}",
-        findings.questions(of),
-        findings.after_correction(of),
+        f"**Of {len(asked)} claims of the paper**: {findings.counts(asked)}.{findings.late(of)} *Reproduced* or"
+        " *contradicted*: the 95% interval of the claim's own difference excludes 0. *Same sign* or *other sign*: it"
+        " contains 0, and nothing is settled.",
     )
     points = "\n".join(_wrapped(f"- {one.strip()}", indent="  ") for one in told if one.strip())
-    return f"{points}\n\n[docs/results.md](docs/results.md) has every table, claim and figure, and what does not hold."
+    rest = "has every table, claim and figure, what does not hold, and what the verdicts rest on"
+    return f"{points}\n\n[docs/results.md](docs/results.md) {rest}."
 
 
 def _wrapped(text: str, indent: str = "") -> str:

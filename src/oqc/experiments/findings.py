@@ -12,6 +12,7 @@ from oqc.experiments.claims import (
     CAPACITY,
     COMPLEMENTS,
     GAINS,
+    GATE_START,
     ON_MLP,
     OURS,
     PROJECTION,
@@ -86,36 +87,34 @@ def late(of: Comparison, mark: str = "") -> str:
     )
 
 
-def questions(of: Comparison) -> str:
-    """How many we ask, and what came of them."""
-    own = of_ours(of)
-    return (
-        f"Of {len(own)} questions we ask beside it, such as whether a host widened to the same size does as well:"
-        f" {counts(own)}{_on_one_seed(own)}."
-    )
-
-
 def central(of: Comparison) -> list[str]:
     """What the paper's argument stands on, and what its numbers leave open, a line each."""
-    lines = []
-    found = [(claim, whom) for claim, whom in (
+
+    def told(*asked: tuple[Claim, str]) -> str:
+        """`whom difference; whom difference`, of the claims that are assessed."""
+        return "; ".join(
+            f"{whom} {_short(of, claim)}" for claim, whom in asked if isinstance(of.findings[claim], Finding)
+        )
+
+    over_afbo = dict(zip(COMPLEMENTS, GAINS, strict=True))
+    projection = told(
+        (PROJECTION[0], "against AFBO+PR"),
         (PROJECTION[1], "against OQC-LR, whose gate starts at 0.12 and not at 0.5,"),
         (ALIKE[0], "against OQC-LR with both gates from 0.12"),
-        (PROJECTION[0], "against AFBO+PR"),
-    ) if isinstance(of.findings[claim], Finding)]  # fmt: skip
-    if found:
-        told = "; ".join(f"{whom} {_short(of, claim)}" for claim, whom in found)
-        lines.append(f"Without the projection: {told}.")
-    if isinstance(of.findings[ON_MLP[0]], Finding):
-        lines.append(f"OQC-LR on a plain MLP: {_short(of, ON_MLP[0])}; the paper has {signed(ON_MLP[0].published)}.")
-    wide = [
-        f"{name} {_short(of, claim)}"
-        for name, claim in zip(COMPLEMENTS, CAPACITY, strict=True)
-        if isinstance(of.findings[claim], Finding)
-    ]
-    if wide:
-        lines.append(f"Over AFBO+PR widened to the same size: {listed(wide)}.")
-    return lines
+    )
+    static = told(
+        (over_afbo["OQC-static"], "with its gate from 0.5, as the paper's formula has it,"),
+        (GATE_START[1], "from 0.12, where the others start,"),
+    )
+    wide = told(*zip(CAPACITY, COMPLEMENTS, strict=True))
+    mlp = told((ON_MLP[0], "ours"))
+    lines = {
+        "Without the projection": projection,
+        "OQC-LR on a plain MLP": f"{mlp}; the paper has {signed(ON_MLP[0].published)}" if mlp else "",
+        "OQC-static over AFBO+PR": static,
+        "Over AFBO+PR widened to the same size": wide,
+    }
+    return [f"**{title}**: {text}." for title, text in lines.items() if text]
 
 
 def _short(of: Comparison, claim: Claim) -> str:
@@ -165,15 +164,15 @@ def gains(of: Comparison) -> str:
         return ""
     above = [one for one in found if one.verdict == VERDICTS[0]]
     if not above:
-        return "By the gain's own interval no complement beats AFBO+PR."
+        return "**Gains**: by its own interval no complement beats AFBO+PR."
     names = listed([one.claim.name.removesuffix(" beats AFBO+PR") for one in above])
     kept = sum(one.p_holm < SETTLED for one in above)
     rest = {0: "none does", 1: "one does", len(above): "all do"}.get(kept, f"{kept} do")
     if len(above) == 1:
         rest = "it does" if kept else "it does not"
     return (
-        f"{names} {'beat' if len(above) > 1 else 'beats'} AFBO+PR by the gain's own interval; after Holm's correction"
-        f" over all claims {rest}."
+        f"**Gains**: {names} {'beat' if len(above) > 1 else 'beats'} AFBO+PR by the gain's own interval; after Holm's"
+        f" correction over all claims {rest}."
     )
 
 
@@ -185,7 +184,7 @@ def contradicted(of: Comparison) -> str:
         return ""
     names = ", ".join(f'"{one.claim.name}"' for one in found)
     kept = sum(one.p_holm < SETTLED for one in found)
-    return f" Contradicted on accuracy: {names}; after Holm's correction too: {kept} of {len(found)}."
+    return f"**Contradicted on accuracy**: {names}; after Holm's correction too: {kept} of {len(found)}."
 
 
 def positive(of: Comparison) -> str:
