@@ -16,6 +16,7 @@ from oqc.integrations.export import to_onnx, to_torch_export
 from oqc.integrations.folding import fold
 from oqc.integrations.injection import inject
 from oqc.integrations.saving import load
+from oqc.ops import fused
 from oqc.train import RunFolder, checkpoint
 
 
@@ -115,6 +116,18 @@ def test_arguments_in_another_order_and_folders_to_make(tmp_path, write):
         write(model, images(1), tmp_path / "model.pt2")
     write(model, tmp_path / "new" / "model.pt2", images(1))
     assert (tmp_path / "new" / "model.pt2").stat().st_size > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("backend", "times"), [("triton", 2), ("torch", 0)])
+def test_a_folded_model_runs_on_the_kernels_where_there_are_any(backend, times, monkeypatch):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=48, num_heads=3, num_classes=5)
+    inject(model, "lowrank", rank=8, init="paper", backend=backend)
+    plain = randomised(model)(images(2))
+    calls, by_kernels = [], fused.ffn_complement
+    monkeypatch.setattr(fused, "ffn_complement", lambda *args, **rest: calls.append(1) or by_kernels(*args, **rest))
+    assert torch.allclose(fold(model)(images(2)), plain, atol=1e-4 * plain.abs().max().item())
+    assert len(calls) == times
 
 
 def test_folding_needs_a_complement():

@@ -15,7 +15,8 @@ def fold(model: nn.Module) -> nn.Module:
     """Keeps G and M in every complement whose output projection is a plain linear map; freezes the model.
 
     The outputs stay as they are up to rounding. Weights that change afterwards are not followed. Cast a model to half
-    precision before folding, not after: G and M are kept in float32.
+    precision before folding, not after: G and M are kept in float32. Where the fused kernels run, they make both with
+    every batch, in a launch beside others.
     """
     folded = False
     for _, module in complements(model):

@@ -127,7 +127,8 @@ class Complement(nn.Module):
     def forward(self, x: Tensor, maps: tuple[Tensor, ...], b: Tensor, out: Map, backend: str = "auto") -> Tensor:
         """out(b + gate * delta), for the host's input x, its maps of x, its hidden map b and its output projection."""
         kind, (u, v), gate = self.kind, self.branches(x, maps), self.gate(x)
-        if self.merged is not None and isinstance(out, nn.Linear) and ops.is_plain(out, self.lift, self.project):
+        folded = self.merged is not None and not ops.fused.chosen(backend, b, self.rank)  # kernels make their own
+        if folded and isinstance(out, nn.Linear) and ops.is_plain(out, self.lift, self.project):
             return ops.rankspace.output(
                 b,
                 u,
