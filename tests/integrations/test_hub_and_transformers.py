@@ -308,4 +308,40 @@ def test_where_the_files_are_is_told_for_the_config_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
     ours.from_pretrained(tmp_path, subfolder="inner", local_files_only=True, dtype=torch.float32)
-    assert asked == [{"subfolder": "inner", "local_files_only": True}]
+    assert asked == [{"subfolder": "inner", "local_files_only": True, "return_unused_kwargs": True}]
+
+
+def test_options_are_transformers_own(tmp_path):
+    model = vit()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        want = model(X).logits
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    for options in (
+        {"config": config},
+        {"config": tmp_path},
+        {"attn_implementation": "eager"},
+        {"output_hidden_states": True},
+    ):
+        assert torch.allclose(ours.from_pretrained(tmp_path, **options)(X).logits, want, atol=1e-6)
+    again, found = ours.from_pretrained(tmp_path, output_loading_info=True)
+    assert torch.equal(again(X).logits, want)
+    assert not found["missing_keys"]
+    with torch.no_grad():
+        other = ours.from_pretrained(tmp_path, num_labels=3, ignore_mismatched_sizes=True, dtype=torch.bfloat16)
+    assert other(X.bfloat16()).logits.shape == (len(X), 3)
+    assert other.dtype == torch.bfloat16
+    assert ours.from_pretrained(tmp_path, hidden_dropout_prob=0.25).config.hidden_dropout_prob == 0.25
+
+
+@torch.no_grad()
+def test_a_part_of_the_model_that_was_injected_is_saved_and_loaded_by_itself(tmp_path):
+    """The config that both share names the modules from the whole."""
+    model = vit()
+    model.vit.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert type(again) is transformers.ViTModel
+    assert torch.equal(model.vit(X).last_hidden_state, again(X).last_hidden_state)
+    again.save_pretrained(tmp_path / "again")  # by its own paths now
+    assert torch.equal(model.vit(X).last_hidden_state, load(tmp_path / "again")(X).last_hidden_state)
+    assert again.config.oqc["modules"] == [path.removeprefix("vit.") for path in model.config.oqc["modules"]]

@@ -149,6 +149,13 @@ def test_a_model_that_would_not_come_back_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_wrapper_that_only_pushes_as_transformers_models_do_is_none(tmp_path):
+    """As peft's are: its models get their `push_to_hub` from transformers."""
+    wrapper = type("PeftModel", (transformers.utils.PushToHubMixin, nn.Sequential), {})(vit())
+    with pytest.raises(ValueError, match="PeftModel is not a model of oqc, timm, torchvision, transformers"):
+        save(wrapper, tmp_path)
+
+
 def test_two_injections_are_not_taken_for_one(tmp_path):
     model = timm.create_model("vit_tiny_patch16_224", **ARGUMENTS)
     for block, rank in zip(model.blocks, (2, 4), strict=False):

@@ -92,7 +92,8 @@ def _library(model: nn.Module) -> str:
         return "oqc"
     for cls in type(model).__mro__:
         library = cls.__module__.split(".")[0]
-        if library in _DESCRIBE and library != "oqc":  # a network that is injected itself has a class of ours
+        # An injected network has a class of ours, and peft's models have one of transformers' that is no model.
+        if library in _DESCRIBE and library != "oqc" and issubclass(cls, nn.Module):
             return library
     raise ValueError(
         f"{type(model).__name__} is not a model of {', '.join(_DESCRIBE)}; save its state_dict() with safetensors, and"

@@ -30,10 +30,15 @@ def architecture(name: str) -> Any:
 def from_pretrained(path: str | Path, **options: Any) -> Any:
     """The injected model of a folder (or of a name on the hub) that `save_pretrained` or `push_to_hub` wrote.
 
-    `options` are transformers' own: `dtype`, `device_map`, `revision`, ...
+    `options` are transformers' own: `dtype`, `device_map`, `revision`, `num_labels` or another field of the config, ...
     """
-    where = {name: options[name] for name in PLACE if name in options}
-    config = transformers.AutoConfig.from_pretrained(path, **where)
+    config, with_info = options.pop("config", None), options.pop("output_loading_info", False)
+    if not isinstance(config, transformers.PretrainedConfig):
+        dtypes = {name: options.pop(name) for name in ("dtype", "torch_dtype") if name in options}  # of the weights
+        where = {name: options[name] for name in PLACE if name in options}
+        source = path if config is None else config
+        config, rest = transformers.AutoConfig.from_pretrained(source, return_unused_kwargs=True, **options)
+        options = rest | where | dtypes  # what is not there any more was a field of the config
     cls = architecture((config.architectures or [""])[0])
     if not any(tells(part) for part in _configs(config)):
         raise ValueError(
@@ -54,7 +59,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
             " config.json"
         )
     model.__class__ = cls
-    return model
+    return (model, found) if with_info else model
 
 
 def _restore_all(model: nn.Module) -> None:
@@ -73,9 +78,21 @@ def _restore_all(model: nn.Module) -> None:
         if holder is None and injection in restored:
             modules[0].config.oqc = restored[restored.index(injection)]
             continue
-        holder = holder or modules[0]
+        if holder is None:  # it was a part of the model that was injected
+            holder, injection = modules[0], _below(injection, modules[0])
+            holder.config.oqc = injection
         restore(holder, injection)
         restored.append(holder.config.oqc)
+
+
+def _below(injection: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """An injection with its paths as this module has them, where they are those of a model that it was a part of."""
+    own, paths = {path for path, _ in module.named_modules()}, [path.split(".") for path in injection["modules"]]
+    for depth in range(1, min(map(len, paths))):
+        inner = [".".join(path[depth:]) for path in paths]
+        if len({tuple(path[:depth]) for path in paths}) == 1 and own.issuperset(inner):
+            return {**injection, "modules": inner}
+    return injection
 
 
 def _configs(config: Any) -> list[Any]:
