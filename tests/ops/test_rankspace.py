@@ -156,3 +156,28 @@ def test_bf16_branch_error_is_not_above_the_literal_form(form):
     ]
     assert errors[1] <= 1.1 * errors[0], errors
     assert errors[1] < 0.02
+
+
+def test_a_bias_much_larger_than_what_it_is_added_to_takes_no_digits():
+    """Full OQC scales W b by 1 + kappa, and kappa grows as 1 / |b|: W b must not come out of a rounded sum with it."""
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape, std=1.0):
+        return std * torch.randn(shape, generator=g, dtype=torch.float64)
+
+    b, u, v, gate = normal(98, 256, std=1e-2), normal(98, 16), normal(98, 16), torch.tensor(0.9, dtype=torch.float64)
+    weight, bias, lift = normal(64, 256, std=0.02), torch.ones(64, dtype=torch.float64), normal(256, 16, std=0.02)
+    upstream, options = normal(98, 64), {"space": "hidden", "normalise": True}
+
+    def gradient(output, dtype):
+        at = b.to(dtype).requires_grad_()
+        rest = (item.to(dtype) for item in (u, v, gate, weight, bias, lift))
+        return torch.autograd.grad(output(at, *rest, None, **options), at, upstream.to(dtype))[0].double()
+
+    want = gradient(literal, torch.float64)
+    for dtype, own in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        found, plain = (
+            (gradient(output, dtype) - want).norm() / want.norm()
+            for output in (partial(rankspace.output, eps=EPS), literal)
+        )
+        assert found <= max(own, 2 * plain)

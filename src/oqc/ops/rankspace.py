@@ -104,6 +104,5 @@ def output(
     y = F.linear(b, weight, bias)
     if kappa is None:
         return y + branch
-    wide = upcast(y)
-    plain = wide if bias is None else wide - bias  # W b
-    return (wide + kappa * plain + branch).to(y.dtype)  # summed before it is rounded
+    plain = y if bias is None else F.linear(b, weight)  # y less a large bias would have lost the digits of W b
+    return (upcast(y) + kappa * upcast(plain) + branch).to(y.dtype)  # summed before it is rounded
