@@ -7,7 +7,9 @@ import torch
 import oqc
 from oqc.config import FFN, HOSTS, Model
 from oqc.models import counting, registry
+from oqc.models.deep_vit import Block
 from oqc.nn import KINDS
+from oqc.ops import norm
 
 TINY = Model(image_size=8, patch_size=2, channels=1, num_classes=5, width=16, depth=3, heads=4, ffn=FFN(rank=4))
 PUBLISHED = {  # millions, tables 1 and 2
@@ -136,6 +138,20 @@ def test_patches_hold_the_pixels_of_their_place():
 def test_features_only_and_odd_channels():
     model = oqc.create_model(TINY, num_classes=0, channels=5)
     assert model(torch.randn(2, 5, 8, 8)).shape == (2, 16)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_block_of_ones_own_need_not_take_more_than_it_did(ahead, monkeypatch):
+    class Mine(Block):
+        def forward(self, x, folded=None):
+            return super().forward(x, folded)
+
+    monkeypatch.setattr(norm, "AHEAD", ahead)
+    model, x = tiny("lowrank", backend="triton"), torch.randn(1, 1, 8, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = model(x)
+        model.blocks[1].__class__ = Mine
+        assert torch.allclose(model(x), before, atol=1e-3)
 
 
 def test_a_checkpoint_loads_under_either_backend():

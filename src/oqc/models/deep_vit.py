@@ -68,7 +68,7 @@ class Block(nn.Module):
         half = whole and ffn.takes_half()
         x, y = ops.residual_norm(x, attn(y), self.norm2, backend=self.backend if half else "torch")
         if whole:
-            return ffn(y, folded, residual=x) if then is None else ffn.normed(y, folded, x, then)
+            return ffn(y, folded, residual=x, then=then)
         x = x + (ffn(y) if folded is None else ffn(y, folded))  # another module there takes y alone
         return x if then is None else (x, None)
 
@@ -168,10 +168,11 @@ class DeepViT(nn.Module):
         y = None
         for i, (block, weights) in enumerate(zip(self.blocks, folded, strict=True)):
             penultimate, then = x, None if weights is None else self._norm_after(i, x)
+            given = (x,) if weights is None else (x, weights)  # a block of another kind may take no more
             if then is not None:
-                x, y = block(x, weights, y, then)
+                x, y = block(*given, y, then)
             else:
-                x, y = block(x) if weights is None else block(x, weights, y), None
+                x, y = block(*given) if y is None else block(*given, y), None
         return self.pool(x, penultimate)
 
     def _norm_after(self, i: int, x: Tensor) -> ops.Norm | None:

@@ -109,13 +109,22 @@ class OQCFFN(nn.Module):
         if self.complement is not None:
             self.complement.init_weights()
 
-    def forward(self, x: Tensor, folded: ops.fused.Folded | None = None, *, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        folded: ops.fused.Folded | None = None,
+        *,
+        residual: Tensor | None = None,
+        then: ops.Norm | None = None,
+    ) -> Any:
         """`folded` is this layer's share of `fold_together`, where a model does that for all its layers at once;
-        `residual` is added to the output, in the same kernel where there is one that can."""
+        `residual` is added to the output, in the same kernel where there is one that can. With `then` there are two
+        results: that sum and, if the same kernel can make it too, the norm of it, else None."""
         if residual is not None:
             if self._adds(x, residual) and (folded is not None or self._is_one_operator(x)):
-                return self._fused(x, folded, residual)
-            return residual + self.forward(x, folded)
+                return self._fused(x, folded, residual, then)
+            s = residual + self.forward(x, folded)
+            return s if then is None else (s, None)
         x, host, complement = self._enter(x), self.host, self.complement
         if folded is not None or self._is_one_operator(x):
             return self._leave(self._fused(x, folded))
@@ -128,14 +137,6 @@ class OQCFFN(nn.Module):
             kept = complement.keep(maps)
             y = complement(x, kept, host.mix(*maps), out, self.backend)
         return self._leave(y)
-
-    def normed(
-        self, x: Tensor, folded: ops.fused.Folded | None, residual: Tensor, then: ops.Norm
-    ) -> tuple[Tensor, Tensor | None]:
-        """residual + forward(x), and the norm of that if one kernel can make both."""
-        if self._adds(x, residual) and (folded is not None or self._is_one_operator(x)):
-            return self._fused(x, folded, residual, then)
-        return self.forward(x, folded, residual=residual), None
 
     def intermediates(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The output by the literal equations, with b, q, m, q_perp, delta, gate and h by name."""

@@ -43,7 +43,8 @@ GATES = {"scalar": 0, "token": 1, "logit": 2, "beta": 3}
 # pipelined.
 UNPIPELINED = 1
 ROUNDED_TOKENS = 8  # a program
-NEXT_TOKENS, NEXT_WARPS = 32, 8  # of a program that has whole rows of the output
+# Of a program that has whole rows of the output; registers a thread at the most, None for the compiler's choice.
+NEXT_TOKENS, NEXT_WARPS, NEXT_REGISTERS = 32, 8, None
 SHORT_LOOP = 256  # as wide a dy is better read once without a pipeline than twice with one
 # So far from 0 that what is divided by it stays finite, so near that rounding does not tell it from 0.
 LEAST_KEEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-24, torch.float16: 2.0**-12}
@@ -612,10 +613,10 @@ def coefficients(
     saved = Saved.of(b, padded, space, normalise, save, own)
     # Two programs a multiprocessor: left alone, the compiler takes 138 registers, and there is room for one. Full OQC
     # and G in fp32 take more, and would spill.
-    tight = block_r == 128 and space == "rank" and gram.dtype == torch.bfloat16 and then is None
+    registers = 128 if block_r == 128 and space == "rank" and gram.dtype == torch.bfloat16 else None
     after: tuple[Tensor, ...] = (out,) * 9
     if then is not None:
-        block_t = NEXT_TOKENS
+        block_t, registers = NEXT_TOKENS, NEXT_REGISTERS
         after = (*then[:2], out if then.bias is None else then.bias, *then[3:6], *then[7:])
     width = then.y.shape[1] if then else 1
     _coefficients[(cdiv(tokens, block_t),)](
@@ -659,7 +660,7 @@ def coefficients(
         BLOCK_D=lanes(width),
         num_warps=NEXT_WARPS if then else 8 if half else 4,
         num_stages=1,  # by measurement
-        **({"maxnreg": 128} if tight else {}),
+        **({"maxnreg": registers} if registers else {}),
     )
     return saved
 
