@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import typer
 from PIL import Image
 from rich.console import Console
@@ -39,7 +38,7 @@ from oqc.train import (
     read_weights,
     train_many,
 )
-from oqc.train.distributed import joined
+from oqc.train.distributed import joined, rank_and_world
 from oqc.train.numerics import DTYPES, autocast, numerics
 from oqc.train.recorder import need_tensorboard
 from oqc.train.step import resolve_mode
@@ -141,11 +140,11 @@ def train(
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     find_device(device)  # before the processes wait for each other
     with joined(device) as own:
+        rank, world = rank_and_world()
         for run in runs.values():  # what stands against it shows before any data is read
-            resolve_mode(run.train.mode, find_device(own), dist.get_world_size() if dist.is_initialized() else 1)
-        leads = not dist.is_initialized() or dist.get_rank() == 0
+            resolve_mode(run.train.mode, find_device(own), world)
         options = {"device": own, "resume": bool(resume), "overwrite": overwrite, "tensorboard": tensorboard}
-        _run(runs, at_once if not dist.is_initialized() else "1", Console(quiet=not leads, soft_wrap=True), options)
+        _run(runs, at_once if world == 1 else "1", Console(quiet=rank > 0, soft_wrap=True), options)
 
 
 def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Processes started by torchrun: joining and leaving their group."""
+"""Processes started by torchrun: joining and leaving their group, and which of them this is."""
 
 from __future__ import annotations
 
@@ -30,3 +30,8 @@ def joined(device: str | None) -> Iterator[torch.device | str | None]:
         yield own
     finally:
         dist.destroy_process_group()
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Which process this is, and of how many."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oqc.data import Dataset, Split, eval_batches
+from oqc.train.distributed import rank_and_world
 from oqc.train.numerics import DTYPES, autocast
 
 
@@ -50,7 +51,7 @@ class Evaluator:
 
     def start(self) -> Tensor:
         """Enqueues the evaluation; the accuracy in percent is in the returned tensor once the device gets there."""
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world = rank_and_world()
         self.correct.zero_()
         batches = eval_batches(
             self.split,

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from oqc import seeding
 from oqc.config import Run
 from oqc.train.average import Average
+from oqc.train.distributed import rank_and_world
 from oqc.train.numerics import autocast, default_generator
 from oqc.train.optim import make_optimizer, settle
 
@@ -57,8 +58,7 @@ class Step:
     ) -> None:
         self.model, self.batches, self.config, self.device = model, batches, config, device
         self.mode, self.compiled = mode, compiled
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank, self.world = rank_and_world()
         train = config.train
         self.total = train.epochs * batches.steps_per_epoch
         self.warmup = min(round(train.warmup * batches.steps_per_epoch), self.total // 2)  # some decay is left

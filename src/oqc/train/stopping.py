@@ -15,6 +15,7 @@ from types import FrameType, MappingProxyType
 import torch
 import torch.distributed as dist
 
+from oqc.train.distributed import rank_and_world
 from oqc.train.summary import Summary
 
 REPEAT = 1.0  # seconds in which the same signal is the same request: `timeout` and launchers send one twice
@@ -26,7 +27,7 @@ class StopRequest:
 
     def heard(self, device: torch.device) -> int | None:
         """The signal, whichever process it came to. All must ask, so none goes on before the others have come here."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if rank_and_world()[1] == 1:
             return self.signal
         number = torch.tensor(self.signal or 0, device=device)
         dist.all_reduce(number, dist.ReduceOp.MAX)

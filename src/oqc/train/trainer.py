@@ -21,6 +21,7 @@ from oqc.config import Run
 from oqc.data import Batches, Dataset
 from oqc.train import recorder
 from oqc.train.checkpoint import parameter_hash
+from oqc.train.distributed import rank_and_world
 from oqc.train.environment import environment, find_device
 from oqc.train.evaluation import Evaluator
 from oqc.train.folder import Row, RunFolder
@@ -73,7 +74,7 @@ class Trainer:
             raise ValueError(f"model has {classes} classes, the data set {dataset.name} has {len(dataset.classes)}")
         self.device = find_device(device)
         self.config, self.dataset, self.progress = config, dataset, progress or Silent()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.world = rank_and_world()
         self.folder = target.path if target else None
         self.save_seconds = save_seconds
 
