@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, whether they could be, and paths as a user gives them."""
+"""Files that are written whole or not at all, whether they could be, locks, and paths as a user gives them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,34 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings to the disk which files are in it."""
     if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
+        handle = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(handle)
         finally:
-            os.close(folder)
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def locked(file: Path, taken: str | None = None) -> Iterator[None]:
+    """Holds the lock `file`, which the system frees when this process ends. Where another holds it, waits or, with
+    `taken`, raises that."""
+    with file.open("w") as handle:
+        try:
+            import fcntl
+        except ImportError:  # not a POSIX system
+            pass
+        else:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if taken else 0))
+            except BlockingIOError:
+                raise ValueError(taken) from None
+        yield
 
 
 @contextlib.contextmanager

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TimeRemainingColumn, TransferSpeedColumn
 
 from oqc.data.pack import checksum
+from oqc.files import locked
 
 CHUNK = 1 << 18
 TIMEOUT = 30.0  # seconds without a byte
@@ -27,8 +26,8 @@ def download(url: str, target: Path, md5: str) -> None:
     """Fetches `url` to `target` by way of `target`.part, from where a later call goes on if this one is cut short."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
-    with _alone(target.with_name(f"{target.name}.lock")):
-        if target.exists():  # another process was faster
+    with locked(target.with_name(f"{target.name}.lock")):
+        if target.exists():  # another process, started at the same time, was faster
             return
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with part.open("ab") as out, Progress("{task.description}", *columns, console=Console(stderr=True)) as progress:
@@ -81,16 +80,3 @@ def _receive(url: str, out: IO[bytes], progress: Progress, task: TaskID) -> bool
                 out.truncate(0)
                 raise ValueError(f"{url} is larger than {LIMIT >> 20} MiB, which no known data set is")
     return total is None or out.tell() == total
-
-
-@contextlib.contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """Holds the lock `file`, so that processes started together download once; the system frees it when they end."""
-    with file.open("w") as handle:
-        try:
-            import fcntl
-        except ImportError:  # not a POSIX system
-            pass
-        else:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

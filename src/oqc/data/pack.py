@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from oqc.data.raw import Raw, check, moments
-from oqc.files import expanded, naming
+from oqc.files import expanded, naming, sync_folder
 
 FORMAT = 1
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
@@ -68,13 +68,13 @@ def write(folder: Path, raw: Raw, *, name: str, origin: str, image_size: int | N
             with (temporary / "manifest.json").open("wb") as out:
                 out.write(json.dumps(manifest, indent=1).encode())
                 _sync(out)
-        _sync_folder(temporary)
+        sync_folder(temporary)
         try:
             temporary.rename(folder)
         except OSError:
             if not (folder / "manifest.json").exists():
                 raise
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -198,15 +198,6 @@ def _digest(manifest: dict[str, Any]) -> str:
 def _sync(stream: IO[bytes]) -> None:
     stream.flush()
     os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _sweep(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from oqc import config as configs
 from oqc.config import Run
 from oqc.data import Dataset
-from oqc.files import check_folder, write_whole
+from oqc.files import check_folder, locked, write_whole
 from oqc.train import checkpoint
 from oqc.train.summary import Row
 
@@ -80,18 +80,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps other processes from training here meanwhile; the system lets go when this one ends."""
+        """Keeps other processes from training here meanwhile."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "w") as handle:
-            try:
-                import fcntl
-            except ImportError:  # not a POSIX system
-                pass
-            else:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise ValueError(f"another process is training in {self.path}") from None
+        with locked(self.path / ".lock", taken=f"another process is training in {self.path}"):
             yield
 
     def config(self) -> Run:
