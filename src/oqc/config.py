@@ -50,8 +50,7 @@ class FFN:
         check_positive("groups", self.groups)
         check_positive("eps", self.eps)
         check_range("drop", self.drop, 0.0, 1.0)
-        if self.gate_init is not None and not math.isfinite(self.gate_init):
-            raise ValueError(f"gate_init must be a finite number, got {self.gate_init}")
+        check_finite("gate_init", self.gate_init)
         if self.complement != "none" and self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}")
 
@@ -185,13 +184,23 @@ def check_not_negative(name: str, value: float) -> None:
         raise ValueError(f"{name} must be 0 or more and finite, got {value}")
 
 
+def check_finite(name: str, value: float | None) -> None:
+    """None, which leaves it to a default, passes."""
+    if value is not None and not (is_number(value) and math.isfinite(value)):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
 def is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def whole(name: str, value: object, least: int | None = None) -> int:
+def is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
     """A whole number, NumPy's too, as Python's own."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or (least is not None and value < least):
+    if not is_whole(value) or (least is not None and value < least):
         raise ValueError(f"{name} must be a whole number{'' if least is None else f' from {least} on'}, got {value!r}")
     return int(value)
 

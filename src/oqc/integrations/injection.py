@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
-import numbers
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from oqc import ops, seeding
-from oqc.config import BACKENDS, check_choice, check_positive, is_number, whole
+from oqc.config import BACKENDS, check_choice, check_finite, check_positive, is_whole, whole
 from oqc.integrations.finding import Found, find, input_of, quantised
 from oqc.integrations.layouts import Layout
 from oqc.integrations.report import Replaced, Report
@@ -116,8 +114,7 @@ def inject(
     check_choice("backend", backend, BACKENDS)
     check_model(model)
     rank, seed = whole("rank", rank), None if seed is None else whole("seed", seed, 0)
-    if gate_init is not None and not (is_number(gate_init) and math.isfinite(gate_init)):
-        raise ValueError(f"gate_init must be a finite number, got {gate_init!r}")
+    check_finite("gate_init", gate_init)
     check_positive("eps", eps)
     if isinstance(example, Tensor) and not example.numel():
         raise ValueError(f"example must hold an input or several, got one of shape {_shape(example)}")
@@ -305,7 +302,7 @@ def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
     else:
         picks = list(blocks) if isinstance(blocks, Iterable) else [None]
         for number in picks:
-            if not _is_whole(number):
+            if not is_whole(number):
                 raise ValueError(_blocks_are(blocks))
             if not -len(found) <= number < len(found):
                 raise ValueError(
@@ -318,10 +315,6 @@ def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
             f"blocks {blocks!r} picks none of the {len(found)} feed-forward networks of {kind}: 0 to {len(found) - 1}"
         )
     return chosen
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _blocks_are(given: object) -> str:

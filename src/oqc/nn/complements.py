@@ -8,7 +8,6 @@ before the gate: h = b + alpha * gate * delta is then b, and alpha has a gradien
 from __future__ import annotations
 
 import hashlib
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from oqc import ops
-from oqc.config import COMPLEMENTS, check_choice, check_positive, is_number, whole
+from oqc.config import COMPLEMENTS, check_choice, check_finite, check_positive, whole
 from oqc.ops.reference import Map, Space
 
 INITS = ("paper", "identity")
@@ -83,8 +82,7 @@ class Complement(nn.Module):
         rank, eps = whole("rank", rank), float(eps)
         if not 1 <= rank <= hidden:
             raise ValueError(f"rank must be from 1 to the hidden width {hidden}, got {rank}")
-        if gate_init is not None and not (is_number(gate_init) and math.isfinite(gate_init)):
-            raise ValueError(f"gate_init must be a finite number, got {gate_init!r}")
+        check_finite("gate_init", gate_init)
         if gate_init is not None and KINDS[name].gate == "one":
             raise ValueError(f"gate_init is where a gate starts that is learned, and {name}'s is always 1")
         factory = {"device": torch.get_default_device() if device is None else device, "dtype": dtype}
