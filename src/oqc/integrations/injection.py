@@ -8,7 +8,6 @@ its own class whose forward goes through the network's `Layout`. So its weights,
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from oqc.integrations.layouts import Layout
 from oqc.integrations.report import Replaced, Report
 from oqc.integrations.wrappers import check_model, check_not_parallel, uncompiled
 from oqc.nn import KINDS, OQCFFN, Complement
-from oqc.nn.complements import INITS
+from oqc.nn.complements import INITS, seed_of_now
 
 Blocks = str | slice | Iterable[int]
 SETTINGS = ("complement", "rank", "init", "gate_init", "eps", "backend")
@@ -135,7 +134,7 @@ def inject(
     for one in chosen:
         if not 1 <= rank <= one.hidden:
             raise ValueError(f"rank must be from 1 to the hidden width {one.hidden} of {one.path}, got {rank}")
-    seed = _seed_of_now() if seed is None else seed
+    seed = seed_of_now(torch.device("cpu")) if seed is None else seed
     settings: dict[str, Any] = {"gate_init": gate_init, "init": init, "eps": eps}
     for one in chosen:
         like = next(p for p in one.module.parameters() if p.dim() > 1)
@@ -327,10 +326,6 @@ def _nothing(kind: str, reasons: list[str]) -> str:
         f"{kind} has no feed-forward network of a known form: inject looks for modules with an nn.Linear up, an"
         f" activation and an nn.Linear down{left}; pass the model that holds the blocks, or build it with oqc.OQCFFN"
     )
-
-
-def _seed_of_now() -> int:
-    return int.from_bytes(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()[:8], "little") >> 1
 
 
 def tells(config: object) -> bool:

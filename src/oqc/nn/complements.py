@@ -109,7 +109,8 @@ class Complement(nn.Module):
         if self.lift.weight.is_meta:
             return
         self._empty = False
-        generator = generator or _side_stream(self.lift.weight.device)
+        device = self.lift.weight.device
+        generator = generator or torch.Generator(device).manual_seed(seed_of_now(device))
         maps = [] if self.kind.shared else [self.u, self.v]
         for layer in (*maps, self.project, self.lift):
             if layer is not None:
@@ -278,7 +279,7 @@ def _linear(inputs: int, outputs: int, *, bias: bool = False, **factory: Any) ->
     return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, **factory)
 
 
-def _side_stream(device: torch.device) -> torch.Generator:
+def seed_of_now(device: torch.device) -> int:
+    """What follows from the state of PyTorch's generator, which is not moved."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    digest = hashlib.sha256(state.numpy().tobytes()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8], "little") >> 1
