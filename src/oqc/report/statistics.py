@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 Cells = dict[tuple[str, int], float]
+LEVEL = 0.95  # of every interval
 SETTLED = 0.05  # p after Holm's correction
 ROUNDING = 1e-12
 VERDICTS = ("reproduced", "contradicted", "same sign", "other sign")
@@ -76,7 +77,6 @@ class Finding:
     difference: float
     low: float
     high: float
-    level: float
     seeds: tuple[int, ...]
     freedom: int
     p: float
@@ -151,13 +151,9 @@ def _design(of: Cells, seeds: bool = True) -> np.ndarray:
     return np.column_stack(columns).astype(float) if columns else np.zeros((0, 0))
 
 
-def assess(
-    claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level: float = 0.95, paired: bool = True
-) -> list[Finding]:
+def assess(claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, paired: bool = True) -> list[Finding]:
     """A finding a claim, in their order. `records` are all runs of one protocol: they all go into the variance. Without
     `paired` the contrasts are fitted to all of them."""
-    if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1, got {level}")
     by_metric = {metric: cells(records, metric) for metric in dict.fromkeys(claim.metric for claim in claims)}
     pairs_of = [_paired(claim, by_metric[claim.metric]) for claim in claims]
     noise = {metric: pooled_noise(of) for metric, of in by_metric.items()}
@@ -166,7 +162,7 @@ def assess(
         share = len(claim.presets) / len(pairs)
         difference = _sum([one / len(pairs) for one in pairs.values()])
         estimate = (difference, share) if paired else _fitted(claim, by_metric[claim.metric])
-        tests.append(_test(*estimate, noise[claim.metric], level))
+        tests.append(_test(*estimate, noise[claim.metric]))
     corrected = holm([p for *_, p in tests])
     return [
         Finding(
@@ -174,7 +170,6 @@ def assess(
             difference=difference,
             low=difference - reach,
             high=difference + reach,
-            level=level,
             seeds=tuple(pairs),
             freedom=noise[claim.metric].freedom,
             p=p,
@@ -187,7 +182,7 @@ def assess(
 
 
 def assess_all(
-    claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, level: float = 0.95, paired: bool = True
+    claims: Sequence[Claim], records: Sequence[dict[str, Any]], *, paired: bool = True
 ) -> list[Finding | Pending]:
     """As `assess`, with a `Pending` for each claim whose runs are not there, lack its metric, or are too few for any
     variance."""
@@ -207,7 +202,7 @@ def assess_all(
             pending[claim] = Pending(claim, "no seed in common")
         elif not varies[claim.metric]:
             pending[claim] = Pending(claim, "too few seeds")
-    found = iter(assess([claim for claim in claims if claim not in pending], records, level=level, paired=paired))
+    found = iter(assess([claim for claim in claims if claim not in pending], records, paired=paired))
     return [pending[claim] if claim in pending else next(found) for claim in claims]
 
 
@@ -259,7 +254,7 @@ def _fitted(claim: Claim, of: Cells) -> tuple[float, float]:
     return _sum([float(weight) * y for weight, y in zip(weights, of.values(), strict=True)]), float(weights @ weights)
 
 
-def _test(difference: float, share: float, noise: Noise, level: float) -> tuple[float, float, float]:
+def _test(difference: float, share: float, noise: Noise) -> tuple[float, float, float]:
     """The difference, half the interval's width, two-sided p-value; `share` is the difference's variance over a
     cell's."""
     from scipy.stats import t
@@ -267,7 +262,7 @@ def _test(difference: float, share: float, noise: Noise, level: float) -> tuple[
     error = math.sqrt(noise.variance * share)
     if not error:  # every cell is the sum of its preset and its seed: nothing is left to chance
         return difference, 0.0, float(difference == 0)
-    reach = float(t.ppf((1 + level) / 2, noise.freedom)) * error
+    reach = float(t.ppf((1 + LEVEL) / 2, noise.freedom)) * error
     return difference, reach, float(2 * t.sf(abs(difference) / error, noise.freedom))
 
 
