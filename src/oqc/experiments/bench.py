@@ -27,6 +27,7 @@ from oqc.train.numerics import autocast, numerics
 from oqc.train.step import room_for_compiled_models
 
 PARITY = {"fp32": 1e-5, "bf16": 1e-2}  # RMS error ratio against float64
+SECONDS = 0.25  # a case in each of its turns
 DRAWS = 8  # of inputs: a scalar's gradient is a sum of both signs, which may all but cancel for one of them
 
 
@@ -76,10 +77,9 @@ def run_bench(
     batch: int = 512,
     precision: str = "bf16",
     repeats: int = 7,
-    seconds: float = 0.25,
     on_ready: Callable[[Case], None] = lambda case: None,
 ) -> list[dict[str, Any]]:
-    """Prepares every case, then times them in turn `repeats` times, each for about `seconds`."""
+    """Prepares every case, then times them in turn `repeats` times, each for about `SECONDS`."""
     for case in todo:
         check_parity(case.model, case.backend, device, precision)
     rates = device_rates(device)
@@ -89,7 +89,7 @@ def run_bench(
             train = Train(batch=batch, precision=precision, mode=case.mode, backend=case.backend)
             prepared.append(Prepared(case, device, train))
             on_ready(case)
-    steps = [max(2, round(seconds / one.time(3))) for one in prepared]
+    steps = [max(2, round(SECONDS / one.time(3))) for one in prepared]
     taken = [[one.time(n) for one, n in zip(prepared, steps, strict=True)] for _ in range(repeats)]
     rows = []
     for one, times in zip(prepared, zip(*taken, strict=True), strict=True):
@@ -201,13 +201,13 @@ def device_rates(device: torch.device) -> tuple[float, float] | None:
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     source = torch.empty(2**30, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    product, copied = _best_time(lambda: a @ a), _best_time(lambda: target.copy_(source))
+    product, copied = _median_time(lambda: a @ a), _median_time(lambda: target.copy_(source))
     return 2 * 8192**3 / product, 2 * source.numel() / copied
 
 
-def _best_time(work: Callable[[], object], repeats: int = 10) -> float:
+def _median_time(work: Callable[[], object]) -> float:
     times = []
-    for _ in range(repeats):
+    for _ in range(10):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()

@@ -33,7 +33,6 @@ def run_demo(
     *,
     seeds: Sequence[int] = (0, 1, 2),
     epochs: int = EPOCHS,
-    workers: int | None = None,
     on_end: Callable[[Record], None] = lambda record: None,
     stop: StopRequest | None = None,
 ) -> list[Record]:
@@ -45,7 +44,7 @@ def run_demo(
     jobs = [_job(variant, seed, epochs) for variant in VARIANTS for seed in seeds]
     found: dict[Job, Record] = {}
     by_seed = sorted(jobs, key=lambda job: job.seed)  # so that what else the machine does falls on all variants
-    for job, record in train_jobs(by_seed, torch.device("cpu"), stop or StopRequest(), workers=workers):
+    for job, record in train_jobs(by_seed, torch.device("cpu"), stop or StopRequest()):
         if "diverged" in record:
             raise ValueError(f"{job}: diverged in epoch {record['diverged']['epoch']}")
         append_record(out / RESULTS, record)

@@ -8,15 +8,17 @@ from oqc.config import Model
 from oqc.models.deep_vit import DeepViT
 from oqc.nn import KINDS, OQCFFN
 
+ITEM = 2  # bytes of a number that is read or written
+
 
 def parameters(config: Model) -> int:
     return sum(p.numel() for p in DeepViT(config, device="meta").parameters())
 
 
-def flops(config: Model, *, backend: str = "torch") -> int:
+def flops(config: Model) -> int:
     """Floating-point operations that one more image adds to a forward pass, a multiply-add counted as two; products
     of weights alone (G and M of the rank-space identity), made once a batch, do not count."""
-    model = DeepViT(config, backend=backend, device="meta")
+    model = DeepViT(config, backend="torch", device="meta")
     return _batch_flops(model, 2) - _batch_flops(model, 1)
 
 
@@ -30,11 +32,9 @@ def _batch_flops(model: DeepViT, batch: int) -> int:
     return counter.get_total_flops()
 
 
-def floor_seconds(
-    config: Model, batch: int, *, training: bool, flops_per_s: float, bytes_per_s: float, item: int = 2
-) -> float:
+def floor_seconds(config: Model, batch: int, *, training: bool, flops_per_s: float, bytes_per_s: float) -> float:
     """No step can be faster than this: each product and each pass over a tensor at the device's rates, every tensor
-    that must be read or written moved once, in items of `item` bytes; the fused forms of the branch and of AFBO.
+    that must be read or written moved once, in items of `ITEM` bytes; the fused forms of the branch and of AFBO.
 
     Training counts two products in the backward for each in the forward, the passes of the forward twice more, and
     AdamW's seven passes over float32 parameters.
@@ -60,11 +60,11 @@ def floor_seconds(
     attention_flops = 4 * tokens * patches * D
     times = 3 if training else 1
     seconds = sum(
-        times * max(2 * tokens * n * k / flops_per_s, item * (tokens * (n + k) + n * k) / bytes_per_s)
+        times * max(2 * tokens * n * k / flops_per_s, ITEM * (tokens * (n + k) + n * k) / bytes_per_s)
         for n, k in products
     )
     seconds += times * attention_flops / flops_per_s
-    seconds += times * item * tokens * sum(passes) / bytes_per_s
+    seconds += times * ITEM * tokens * sum(passes) / bytes_per_s
     seconds *= config.depth
     if training:
         seconds += 7 * 4 * parameters(config) / bytes_per_s

@@ -18,14 +18,11 @@ from oqc.ops import fused, rankspace, reference
 from oqc.ops.attention import attention_in_use, self_attention
 from oqc.ops.modules import activation_in_use, activation_name, acts, fits, has_hooks, is_plain, mark_activation
 from oqc.ops.norm import Norm, ahead, residual_norm
-from oqc.ops.reference import Map, Parts, Space
+from oqc.ops.reference import Map, Space
 from oqc.ops.streams import fork, join
 
 __all__ = [
-    "BACKENDS",
     "Norm",
-    "Parts",
-    "Space",
     "activation_in_use",
     "activation_name",
     "acts",

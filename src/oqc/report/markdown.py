@@ -12,8 +12,8 @@ def number(value: float | None, form: str = ".2f") -> str:
     return "" if value is None else format(value, form)
 
 
-def spread(mean: float | None, std: float | None = None, form: str = ".2f") -> str:
-    return number(mean, form) + ("" if mean is None or std is None else f" ± {std:{form}}")
+def spread(mean: float | None, std: float | None = None) -> str:
+    return number(mean) + ("" if mean is None or std is None else f" ± {std:.2f}")
 
 
 def beside(ours: str, paper: str, unit: str = "") -> str:
