@@ -21,7 +21,8 @@ def accuracy_over_epochs(records: Sequence[Record]) -> str:
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     axes = figure.subplots()
     presets = list(dict.fromkeys(record["preset"] for record in records))
-    for color, preset in zip(_cycle(COLORS, len(presets)), presets, strict=True):
+    for place, preset in enumerate(presets):
+        color = COLORS[place % len(COLORS)]
         curves = [record["per_epoch"] for record in records if record["preset"] == preset]
         epochs = [point["epoch"] for point in curves[0]]
         columns = list(zip(*([point["test"] for point in curve] for curve in curves), strict=True))
@@ -72,10 +73,6 @@ def throughput(rows: Sequence[dict[str, Any]], paper: Mapping[str, float], title
     if series:
         axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
     return svg(figure)
-
-
-def _cycle(values: Sequence[str], length: int) -> list[str]:
-    return [values[i % len(values)] for i in range(length)]
 
 
 def plain(axes: Any) -> None:

@@ -1,9 +1,11 @@
-"""Numbers and tables as Markdown text."""
+"""Numbers and tables as text: for pages in Markdown, and the table of runs for the terminal and HTML too."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
+COLUMNS = ("Model", "Accuracy (%)", "Parameters", "Images/s", "Overlap before", "Overlap after")
 FORMATS = {"best": ".2f", "effective_rank": ".2f", "participation_ratio": ".2f"}
 
 
@@ -60,3 +62,17 @@ def markdown_table(columns: Sequence[str], body: Sequence[Sequence[str]], *, wor
     lines = [[columns[k] for k in kept], ["---" if k == 0 or columns[k] in words else "---:" for k in kept]]
     lines += [[row[k].replace("|", "\\|") or "–" for k in kept] for row in body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """`COLUMNS`, and a line of them for each row of `records.rows`."""
+    forms = {"images_per_s": ",.0f", "before": ".3f", "after": ".1e"}
+    return COLUMNS, [
+        [
+            row["preset"],
+            spread(row["mean"], row["std"]),
+            f"{row['parameters']:,}",
+            *(number(row[name], form) or "–" for name, form in forms.items()),
+        ]
+        for row in rows
+    ]

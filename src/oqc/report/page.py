@@ -8,8 +8,8 @@ from pathlib import Path
 
 from oqc.files import write_whole
 from oqc.report.figures import accuracy_over_epochs
+from oqc.report.markdown import table
 from oqc.report.records import Record, rows
-from oqc.report.tables import table
 
 
 def write_page(path: Path, records: Sequence[Record], *, title: str, lead: str) -> None:
