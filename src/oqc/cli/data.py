@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from oqc.cli.train import AsJson
 from oqc.data import pack, sources
 
 app = typer.Typer(help="List, prepare and verify data sets.", no_args_is_help=True)
@@ -21,7 +22,7 @@ Size = Annotated[int | None, typer.Option(help="Resize the images to this side. 
 
 
 @app.command("list")
-def list_sets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def list_sets(as_json: AsJson = False) -> None:
     """The known data sets, and every pack in the cache."""
     packs, damaged = [], []
     for folder in pack.find():

@@ -28,7 +28,7 @@ def demo(
     epochs: Annotated[int, typer.Option(min=1, help="Epochs for each run.")] = experiment.EPOCHS,
 ) -> None:
     """Train AFBO+PR and its four complements on scikit-learn's digits, print a table and write a report."""
-    _need("matplotlib", "scikit-learn", "jinja2")
+    need("the demo", "matplotlib", "scikit-learn", "jinja2")
     folder = _free_folder(out)
     console = Console()
     began, total = time.perf_counter(), len(experiment.VARIANTS) * seeds
@@ -85,11 +85,11 @@ def print_table(records: list[Record]) -> None:
     console.print(shown)
 
 
-def _need(*packages: str) -> None:
+def need(what: str, *packages: str) -> None:
     modules = {"scikit-learn": "sklearn"}
     missing = [name for name in packages if importlib.util.find_spec(modules.get(name, name)) is None]
     if missing:
-        raise ValueError(f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
+        raise ValueError(f"{what} needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def _free_folder(out: Path | None) -> Path:

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from oqc import config as configs
-from oqc.cli.train import load_model
+from oqc.cli.train import Folder, Which, load_model
 from oqc.files import check_folder, write_whole
 from oqc.integrations.export import to_onnx, to_torch_export
 from oqc.integrations.folding import fold as fold_model
@@ -21,10 +21,10 @@ from oqc.train.folder import EXPORTS, INPUT, is_export
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    run: Folder,
     to: Annotated[str, typer.Option(help=", ".join(EXPORTS))] = "onnx",
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: export in the run's folder.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="Weights to use: last or best.")] = "last",
+    checkpoint: Which = "last",
     fold: Annotated[bool, typer.Option("--fold", help="Merge what inference need not compute each time.")] = False,
 ) -> None:
     """Write a run's model for use elsewhere, with what its input must be in input.json."""

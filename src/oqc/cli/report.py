@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from oqc.cli.demo import need
 from oqc.experiments.results import FIGURES, results_page
 from oqc.experiments.suites import RESULTS
 from oqc.files import check_folder
@@ -19,9 +19,7 @@ def report(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write. Default: FOLDER.")] = None,
 ) -> None:
     """Write the tables, claims and figures of recorded runs, beside the paper's, as Markdown and SVG."""
-    missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"the report needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    need("the report", "matplotlib", "scipy")
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"FOLDER must be a folder with a {RESULTS}, got {folder}, which {what}")
