@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+PARTIAL = r"\.[0-9a-f]{8}\.tmp"  # what `write_whole` adds to a name until the file is there whole
+
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Puts `content` in place of what is at `path`, in one step, on disk before this returns: after a crash either the

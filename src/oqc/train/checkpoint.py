@@ -18,12 +18,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from oqc.files import write_whole
+from oqc.files import PARTIAL, write_whole
 from oqc.train.summary import best_row
 
 KEPT = 2  # of the newest, beside the best
 _NAME = re.compile(r"(step|best)-(\d{9})")
-_FILE = re.compile(rf"(?P<name>{_NAME.pattern})\.(json|safetensors)(?P<partial>\.[0-9a-f]{{8}}\.tmp)?")
+_FILE = re.compile(rf"(?P<name>{_NAME.pattern})\.(json|safetensors)(?P<partial>{PARTIAL})?")
 
 Record = dict[str, Any]
 

@@ -13,11 +13,11 @@ from typing import Any
 from oqc import config as configs
 from oqc.config import Run
 from oqc.data import Dataset
-from oqc.files import check_folder, locked, write_whole
+from oqc.files import PARTIAL, check_folder, locked, write_whole
 from oqc.train import checkpoint
 from oqc.train.summary import Row
 
-_PARTIAL = re.compile(r"(config|environment|summary)\.json\.[0-9a-f]{8}\.tmp|metrics\.jsonl\.[0-9a-f]{8}\.tmp")
+_PARTIAL = re.compile(rf"((config|environment|summary)\.json|metrics\.jsonl){PARTIAL}")
 INPUT = "input.json"  # what an export is known by
 EXPORTS = {"onnx": "model.onnx", "torch-export": "model.pt2", "safetensors": "model.safetensors"}  # `oqc export --to`
 
