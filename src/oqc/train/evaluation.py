@@ -33,7 +33,7 @@ class Evaluator:
         capture: bool = False,
     ) -> None:
         self.model, self.dataset, self.device, self.precision = model, dataset, device, precision
-        self.split = Split(images=split.images.to(device), labels=split.labels.to(device))
+        self.split = split.to(device)
         self.batch, self.capture = min(batch, len(split.labels)), capture
         self.correct = torch.zeros((), dtype=torch.int64, device=device)
         self.x = torch.zeros(self.batch, *split.images.shape[1:], dtype=DTYPES[precision], device=device)
