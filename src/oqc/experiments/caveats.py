@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from oqc.analysis import SEPARATION
-from oqc.experiments.claims import AFBO, COMPLEMENTS, FULL, GATE_USE, LOWRANK, OURS, STATIC, STATIC_CLOSED
+from oqc.experiments.claims import DYNAMIC, FULL, GATE_USE, LOWRANK, MAIN, OURS, STATIC, STATIC_CLOSED
 from oqc.experiments.comparison import Comparison
 from oqc.experiments.published import value
 from oqc.experiments.wording import decided, interval, listed, verdict_of
@@ -19,6 +19,7 @@ from oqc.report.statistics import (
     Cells,
     Claim,
     Finding,
+    Pending,
     assess_all,
     cells,
     pooled_noise,
@@ -96,7 +97,7 @@ def gates(of: Comparison) -> str:
         and abs(mean - paper) < abs(static - paper)
     ]
     others = f" Scalar gates that start at 0.12 end nearer to 0.190, at {listed(ends)}." if ends else ""
-    spread = of.rows.get(COMPLEMENTS["OQC-dynamic"], {}).get("gate_token_std")
+    spread = of.rows.get(DYNAMIC, {}).get("gate_token_std")
     measured = "the records of OQC-dynamic lack it" if spread is None else f"OQC-dynamic's is {spread:.3f}"
     return (
         "What is said of gates rests on our reading of the paper's 0.190 as static's, and on our starts: static's at"
@@ -147,27 +148,33 @@ def _seeds(of: Comparison) -> str:
 def _unpaired(of: Comparison) -> str:
     """What would change if every claim rested on all runs of its models, by the additive fit of models and seeds."""
     fitted = assess_all(list(of.findings), [*of.frozen, *of.diverged], paired=False)
-    pairs = [(of.findings[one.claim], one) for one in fitted]
-    known = [(a, b) for a, b in pairs if isinstance(a, Finding) and isinstance(b, Finding)]
+    known = _beside_ours(of, fitted)
     if not known:
         return ""
-    changed = [(a, b) for a, b in known if a.verdict != b.verdict and {a.verdict, b.verdict} & set(VERDICTS[:2])]
-    told = "; ".join(f'"{b.claim.name}" would be {verdict_of(b)} ({interval(b)})' for _, b in changed)
-    told = told or "no other claim would be reproduced, confirmed, contradicted or refuted"
+    changed = [b for a, b in known if a.verdict != b.verdict and {a.verdict, b.verdict} & set(VERDICTS[:2])]
+    told = _would_be(changed) or "no other claim would be reproduced, confirmed, contradicted or refuted"
     return f"\nBy a fit of models and seeds to all runs, those without a partner too: {told}.\n"
 
 
 def _by_main_table(of: Comparison) -> str:
     """What would change if the claims on features rested on the runs of the models that they are about alone."""
-    main = [record for record in of.frozen if record["preset"] in (AFBO, *COMPLEMENTS.values())]
+    main = [record for record in of.frozen if record["preset"] in MAIN.values()]
     claims = [claim for claim in of.findings if claim.metric in _OF_FEATURES]
-    pairs = [(of.findings[one.claim], one) for one in assess_all(claims, main)]
-    known = [(a, b) for a, b in pairs if isinstance(a, Finding) and isinstance(b, Finding)]
+    known = _beside_ours(of, assess_all(claims, main))
     if not known:
         return ""
-    changed = [f'"{b.claim.name}" would be {verdict_of(b)} ({interval(b)})' for a, b in known if a.verdict != b.verdict]
-    told = "; ".join(changed) if changed else "no verdict would change"
+    told = _would_be([b for a, b in known if a.verdict != b.verdict]) or "no verdict would change"
     return f"\nBy the spread of the main table's models alone, of {len(known)} claims on features: {told}.\n"
+
+
+def _beside_ours(of: Comparison, others: Sequence[Finding | Pending]) -> list[tuple[Finding, Finding]]:
+    """Each finding of the page with that of another assessment, where both have one."""
+    pairs = [(of.findings[one.claim], one) for one in others]
+    return [(a, b) for a, b in pairs if isinstance(a, Finding) and isinstance(b, Finding)]
+
+
+def _would_be(found: Sequence[Finding]) -> str:
+    return "; ".join(f'"{one.claim.name}" would be {verdict_of(one)} ({interval(one)})' for one in found)
 
 
 def _by_preset(of: Cells) -> Sequence[list[float]]:

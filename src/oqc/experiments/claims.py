@@ -25,6 +25,7 @@ STATIC, DYNAMIC = "cifar100_static_r83", "cifar100_dynamic_r83"
 STATIC_CLOSED = "cifar100_static_r83_closed"  # whose gate starts as low-rank's does
 UNPROJECTED_CLOSED = "cifar100_unprojected_r56_closed"  # likewise
 COMPLEMENTS = {"OQC full": FULL, "OQC-LR": LOWRANK, "OQC-static": STATIC, "OQC-dynamic": DYNAMIC}
+MAIN = {"AFBO+PR": AFBO} | COMPLEMENTS  # the models of the main table
 SHARED, UNPROJECTED, UNGATED = "cifar100_shared_r56", "cifar100_unprojected_r56", "cifar100_ungated_r56"
 AFBO_NOPR, LOWRANK_NOPR = "cifar100_afbo_nopr", "cifar100_lowrank_r56_nopr"
 MLP, MLP_NOPR = "cifar100_mlp", "cifar100_mlp_nopr"

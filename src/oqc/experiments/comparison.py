@@ -12,7 +12,7 @@ from typing import Any
 
 from oqc.analysis import SEPARATION
 from oqc.experiments import published
-from oqc.experiments.claims import AFBO, CLAIMS, COMPLEMENTS
+from oqc.experiments.claims import AFBO, CLAIMS, COMPLEMENTS, MAIN
 from oqc.experiments.presets import PRESETS
 from oqc.experiments.suites import SUITES
 from oqc.report import Record, finished, rows
@@ -185,7 +185,7 @@ def pareto_points(of: Comparison) -> tuple[list[Point], list[Point]]:
 def mechanism_values(of: Comparison) -> tuple[Values, Values]:
     """Metrics by series, ours and the paper's."""
     ours, paper = {}, {}
-    for series, preset in ({"AFBO+PR": AFBO} | COMPLEMENTS).items():
+    for series, preset in MAIN.items():
         if preset in of.rows:
             ours[series] = of.rows[preset] | {"separation": of.rows[preset][SEPARATION]}
         found = [v for place in ("table 3", "mechanism text") for v in published.values(place, row=preset)]
@@ -195,7 +195,7 @@ def mechanism_values(of: Comparison) -> tuple[Values, Values]:
 
 def geometry_points(of: Comparison) -> list[Point]:
     """Effective rank and separation of every run of the mechanism's models."""
-    series = {preset: name for name, preset in ({"AFBO+PR": AFBO} | COMPLEMENTS).items()}
+    series = {preset: name for name, preset in MAIN.items()}
     ours = [(series[record["preset"]], record["mechanism"]) for record in of.frozen if record["preset"] in series]
     found = [(name, metrics.get("effective_rank"), metrics.get(SEPARATION)) for name, metrics in ours]
     return [Point(name, x, y) for name, x, y in found if x is not None and y is not None]
