@@ -34,8 +34,6 @@ _RULE = (
     f" {listed([repr(one.name) for one in BY_NUMBERS])}."
     " Two claims were taken out after runs were seen (docs/deviations.md)."
 )
-
-
 LATE = "†"  # beside the name of a claim that was written down when its runs were seen already
 
 
@@ -62,7 +60,8 @@ def summary(of: Comparison) -> str:
     if sized:
         inside = [one for one in sized if one.published_inside]
         text += f" The published size lies in our interval for {len(inside)} of {len(sized)}"
-        text += f"; {_open(inside)} of these intervals contain 0 too." if inside else "."
+        unsettled = sum(one.verdict in VERDICTS[2:] for one in inside)
+        text += f"; {unsettled} of these intervals contain 0 too." if inside else "."
     own = of_ours(of)
     text += f" Questions of ours beside them, on capacity, the gate's start and other hosts, {len(own)}: {counts(own)}"
     core = "".join(f"- {line}\n" for line in central(of))
@@ -123,11 +122,6 @@ def _short(of: Comparison, claim: Claim) -> str:
     return interval(found) + (" (1 seed)" if len(found.seeds) == 1 else "")
 
 
-def _open(found: Sequence[Finding]) -> int:
-    """How many of the intervals contain 0."""
-    return sum(one.verdict in VERDICTS[2:] for one in found)
-
-
 def _statements(of: Comparison) -> str:
     """What the paper says, a row a sentence: how many of the claims behind it got which verdict."""
     if not any(isinstance(one, Finding) for one in of.findings.values()):
@@ -136,14 +130,11 @@ def _statements(of: Comparison) -> str:
                "Contradicted or refuted", "Not assessed")  # fmt: skip
     body = []
     for statement, claims in STATEMENTS.items():
-        found = Counter(_verdict(of.findings[claim]) for claim in claims)
+        outcomes = [of.findings[claim] for claim in claims]
+        found = Counter(one.verdict if isinstance(one, Finding) else None for one in outcomes)
         verdicts = ("reproduced", "same sign", "other sign", "contradicted", None)
         body.append([statement, str(len(claims)), *(str(found[name] or "") for name in verdicts)])
     return f"{markdown_table(columns, body)}\n[Claims](#claims) has each with its numbers.\n\n"
-
-
-def _verdict(one: Finding | Pending) -> str | None:
-    return one.verdict if isinstance(one, Finding) else None
 
 
 def after_correction(of: Comparison) -> str:

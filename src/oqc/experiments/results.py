@@ -20,7 +20,6 @@ from oqc.experiments.sections import (
     suite_section,
     title_of,
 )
-from oqc.experiments.suites import SUITES
 from oqc.files import write_whole
 from oqc.report import Record, finished, paper_figures, rows, table
 from oqc.report.figures import COLORS, accuracy_over_epochs
@@ -133,12 +132,12 @@ def results_page(records: Sequence[Record]) -> Page:
     return Page(text, {f"{FIGURES}/{name}.svg": svg for name, svg in figures.items()})
 
 
-def _shared(of: comparison.Comparison) -> str:
+def _shared(of: Comparison) -> str:
     count = sum(bool(record.get("shared_device")) for record in of.records)
     return f"\n{plural(count, 'run')} shared the device with other work: no speed counts them.\n" if count else ""
 
 
-def _wall(of: comparison.Comparison) -> str:
+def _wall(of: Comparison) -> str:
     """What a suite takes beside its runs' own time: to build, compile, measure and write."""
     timed = [r for r in of.records if "wall_seconds" in r and is_timed(r) and r["environment"].get("device") == "cuda"]
     if not timed:
@@ -153,7 +152,7 @@ def _wall(of: comparison.Comparison) -> str:
     )
 
 
-def _left_out(of: comparison.Comparison) -> str:
+def _left_out(of: Comparison) -> str:
     if not of.left_out:
         return ""
     named = ", ".join(f"{record['preset']} (seed {record['seed']})" for record in of.left_out)
@@ -171,7 +170,8 @@ def _plain_page(records: Sequence[Record]) -> Page:
     order = {preset: place for place, preset in enumerate(PRESETS)}
     found = sorted(rows(records), key=lambda row: order.get(row["preset"], len(order)))
     diverged = f"{line}\n\n" if (line := diverged_line(records)) else ""
-    text = f"# Results: {name}\n\n{MARK}\n\n{_trained(records)}\n{diverged}{small}{markdown_table(*table(found))}"
+    trained = f"{_runs(records)}. Training: {_training(records)}.\n"
+    text = f"# Results: {name}\n\n{MARK}\n\n{trained}\n{diverged}{small}{markdown_table(*table(found))}"
     records = finished(records)
     presets = {record["preset"] for record in records}
     curves = {(record["preset"], len(record["per_epoch"])) for record in records}
@@ -184,10 +184,6 @@ def _plain_page(records: Sequence[Record]) -> Page:
 def _shown(name: str) -> str:
     """A figure with its caption."""
     return f"\n![{name.replace('-', ' ')}]({FIGURES}/{name}.svg)\n\n*{CAPTIONS[name]}*\n"
-
-
-def _trained(records: Sequence[Record]) -> str:
-    return f"{_runs(records)}. Training: {_training(records)}.\n"
 
 
 def _training(records: Sequence[Record]) -> str:
@@ -226,7 +222,7 @@ def _how(of: Comparison) -> str:
         return "" if of.diverged else "Nothing is run yet: `oqc reproduce all` and `make results` fill this page.\n"
     if not of.frozen:
         return "No run is of its preset's own model and schedule.\n"
-    if {record["preset"] for record in of.records} <= set(SUITES["calibration"]) - {AFBO}:
+    if {record["preset"] for record in of.records} <= comparison.SCHEDULES:
         return "Only other schedules of the baseline are run yet ([calibration](#calibration)).\n"
     if protocol_of(config_of(of.frozen[0])) != protocol_of(PRESETS[AFBO]()):
         how = "This is not the frozen protocol."
