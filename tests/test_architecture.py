@@ -21,7 +21,7 @@ ALLOWED = {
     "data": {"config", "files", "seeding"},
     "train": {"config", "files", "seeding", "data", "ops"},
     "integrations": {"config", "files", "seeding", "models", "nn", "ops"},
-    "analysis": {"config", "data", "models", "nn", "ops", "train"},
+    "analysis": {"config", "data", "nn", "train"},
     "report": {"config", "files"},
     "experiments": {"config", "files", "analysis", "data", "models", "nn", "report", "train"},
     "cli": None,  # anything

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from oqc.analysis.geometry import METRICS as GEOMETRY
 from oqc.analysis.geometry import geometry
 from oqc.analysis.overlap import METRICS as OVERLAP
-from oqc.analysis.overlap import OverlapSums, evaluating
+from oqc.analysis.overlap import OverlapSums
 from oqc.config import Train
 from oqc.data import Dataset, eval_batches
+from oqc.nn.modes import evaluating
 from oqc.train.numerics import DTYPES, numerics
 
 METRICS = (*OVERLAP, *GEOMETRY)
