@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from oqc.config import Model, check_choice, from_dict, to_dict
@@ -233,8 +232,3 @@ _BUILD: dict[str, Callable[[Base], nn.Module]] = {
     "torchvision": _build_torchvision,
     "transformers": _build_transformers,
 }
-
-
-def rebuild_on_meta(base: Base) -> nn.Module:
-    with torch.device("meta"):
-        return rebuild(base)

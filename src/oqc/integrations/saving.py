@@ -6,6 +6,7 @@ model (oqc.integrations.bases), the injection, which tensors are one and the sam
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -118,8 +119,8 @@ def _tied(record: dict[str, Any], tensors: dict[str, Tensor], path: Path) -> dic
 
 
 def _build(record: dict[str, Any], on_meta: bool) -> nn.Module:
-    base = Base(**record["base"])
-    model = bases.rebuild_on_meta(base) if on_meta else bases.rebuild(base)
+    with torch.device("meta") if on_meta else contextlib.nullcontext():
+        model = bases.rebuild(Base(**record["base"]))
     if record["injection"] is not None:
         restore(model, record["injection"])
     if record["folded"]:
