@@ -1,4 +1,4 @@
-"""Training step of an injected ViT-B/16 against the plain one, side by side; writes results/integrations/<gpu>.json.
+"""Training step of an injected ViT-B/16 against the plain one, side by side; writes a record to results/integrations.
 
     python benchmarks/inject_vit_base.py [--complement lowrank] [--rank 64] [--by-block] [--graph] [--minutes 4]
         [--mode reduce-overhead] [--backend torch]

@@ -1,4 +1,4 @@
-"""Measures the training engine on CIFAR-100 and writes results/engine/<gpu>.json.
+"""Measures the training engine on CIFAR-100 and writes results/engine/<gpu>-<model>.json.
 
     python benchmarks/train_engine.py --root DATA --out results/engine [--epochs 50]
 

@@ -218,7 +218,7 @@ def _median_time(work: Callable[[], object]) -> float:
 
 
 def check_parity(config: Model, backend: str, device: torch.device, precision: str) -> None:
-    """Raises where a backend's output or gradients stray from float64 by more than the bar, or by more than 1.25 times
+    """Raises where a backend's output or gradients stray from float64 by more than the bar and by more than 1.25 times
     what the literal equations in the same precision stray: the root mean square over some inputs."""
     if backend == "reference":
         return
