@@ -63,7 +63,7 @@ class Block(nn.Module):
         # What is not as it was built, or is watched, gets the norm's own output, and is seen to give its own.
         attn, ffn = self.attn, self.ffn
         if y is None:
-            x, y = ops.residual_norm(x, None, self.norm1, backend=self.backend if self._takes_half() else "torch")
+            x, y = self.enter(x)
         whole = type(ffn) is OQCFFN and not ops.has_hooks(ffn)
         half = whole and ffn.takes_half()
         x, y = ops.residual_norm(x, attn(y), self.norm2, backend=self.backend if half else "torch")
@@ -71,6 +71,10 @@ class Block(nn.Module):
             return ffn(y, folded, residual=x, then=then)
         x = x + (ffn(y) if folded is None else ffn(y, folded))  # another module there takes y alone
         return x if then is None else (x, None)
+
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x, to be used from here on, and norm1(x)."""
+        return ops.residual_norm(x, None, self.norm1, backend=self.backend if self._takes_half() else "torch")
 
     def _takes_half(self) -> bool:
         """Whether all that reads norm1's output is a plain layer, for which autocast rounds it anyway."""
@@ -170,7 +174,9 @@ class DeepViT(nn.Module):
             penultimate, then = x, None if weights is None else self._norm_after(i, x)
             given = (x,) if weights is None else (x, weights)  # a block of another kind may take no more
             if then is not None:
-                x, y = block(*given, y, then)
+                if y is None:  # not in the block: it is compiled in two forms, and would be in three
+                    x, y = block.enter(x)  # type: ignore[operator]
+                x, y = block(x, weights, y, then)
             else:
                 x, y = block(*given) if y is None else block(*given, y), None
         return self.pool(x, penultimate)
