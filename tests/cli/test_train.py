@@ -88,7 +88,7 @@ def test_data_that_moved_is_given_by_its_place_or_the_folder_it_is_in(moved, mon
     monkeypatch.chdir(folder)
     for command in ("evaluate", "analyze"):
         with pytest.raises(
-            ValueError, match=r"does not exist \(of a run whose data were moved: --data-dir says where they are\)"
+            ValueError, match=r"does not exist \(if it was moved: `oqc evaluate` and `oqc analyze` take --data-dir\)"
         ):
             oqc(command, "run", "--device", "cpu")
         for place in ("new", f"new/{now.name}", now):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
+import os
 import pickle
 import tarfile
 import zipfile
@@ -311,3 +313,78 @@ def test_an_unreadable_image_is_named_without_the_reader(tmp_path: Path) -> None
     (tmp_path / "set" / "a" / "0.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"a/0\.png \(no image format is known for it\)"):
         load(Data(name=str(tmp_path / "set")))
+
+
+@pytest.mark.parametrize("names", [("training", "validation"), ("Train", "Test"), ("val", "test"), ("test",)])
+def test_parts_of_other_names_are_not_taken_for_classes(
+    names: tuple[str, ...], tmp_path: Path, untouched: Untouched
+) -> None:
+    root = samples.image_tree(tmp_path / "set", names)
+    with pytest.raises(ValueError, match=rf"has {', '.join(sorted(names))} with folders in it: name the parts train"):
+        load(Data(name=str(root)))
+    assert untouched()
+
+
+def test_a_class_may_have_the_name_of_a_part(tmp_path: Path) -> None:
+    root = samples.image_tree(tmp_path / "set", ("",))
+    next(root.iterdir()).rename(root / "test")
+    assert "test" in load(Data(name=str(root))).classes
+
+
+def test_one_class_is_nothing_to_learn(tmp_path: Path, untouched: Untouched) -> None:
+    images, labels = np.zeros((6, 8, 8, 3), np.uint8), np.zeros(6, np.int64)
+    np.savez(tmp_path / "one.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    with pytest.raises(ValueError, match=r"one\.npz: all images are of one class, '0': there is nothing to tell apart"):
+        load(Data(name=str(tmp_path / "one.npz")))
+    assert untouched()
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "floats"), ("int32", "of 32 bits")])
+def test_pixels_that_do_not_say_what_is_white_are_named(
+    dtype: str, kind: str, tmp_path: Path, untouched: Untouched
+) -> None:
+    root = samples.image_tree(tmp_path / "set", ("",))
+    pixels = np.random.default_rng(0).integers(0, 255, (8, 8)).astype(dtype)
+    Image.fromarray(pixels).save(next(root.iterdir()) / "odd.tif")
+    with pytest.raises(ValueError, match=rf"1 of \d+ images can't be read: .*odd\.tif \(its pixels are {kind}"):
+        load(Data(name=str(root)))
+    assert untouched()
+
+
+@pytest.mark.parametrize("name", ["crop", "cutout"])
+def test_augmentation_that_leaves_little_of_an_image_is_refused(name: str) -> None:
+    load(Data(name="digits", **{name: 8}))
+    with pytest.raises(ValueError, match=rf"data\.{name} must be at most the side of the images, 8, got 9"):
+        load(Data(name="digits", **{name: 9}))
+
+
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untouched: Untouched
+) -> None:
+    root = samples.image_tree(tmp_path / "set", ("",))
+    closed, scandir = str(sorted(root.iterdir())[0]), os.scandir
+
+    def refusing(path: str) -> object:  # as for a user without the right; tests may run as one who has all
+        if str(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", closed)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(ValueError, match=rf"{closed} can't be read: Permission denied"):
+        load(Data(name=str(root)))
+    assert untouched()
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OQC_DATA", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ValueError, match=r"the cache .*file/cache cannot be written; set OQC_DATA to another folder"):
+        load(Data(name="digits"))
+
+
+def test_text_that_is_called_npz(tmp_path: Path) -> None:
+    (tmp_path / "text.npz").write_text("a, b, c\n")
+    with pytest.raises(ValueError, match=r"text\.npz can't be read as \.npz: it is no zip archive, as an \.npz is"):
+        load(Data(name=str(tmp_path / "text.npz")))

@@ -39,7 +39,7 @@ def open_folder(path: Path) -> Files:
     """Hidden files and folders are left out, and so are links that lead nowhere or around in a circle."""
     names: list[str] = []
     above: dict[str, tuple[str, ...]] = {str(path): ()}  # of a folder: where those it lies in really are
-    for folder, inner, files in os.walk(path, followlinks=True):
+    for folder, inner, files in os.walk(path, onerror=_unreadable, followlinks=True):
         around = (*above.pop(folder), os.path.realpath(folder))
         shown = [name for name in inner if not name.startswith(".")]
         inner[:] = [name for name in shown if os.path.realpath(f"{folder}/{name}") not in around]
@@ -48,6 +48,11 @@ def open_folder(path: Path) -> Files:
         files = [name for name in files if not name.startswith(".") and os.path.exists(f"{folder}/{name}")]
         names += files if prefix == "." else [f"{prefix}/{name}" for name in files]
     return Files(path, tuple(sorted(names)), lambda name: (path / name).read_bytes())
+
+
+def _unreadable(error: OSError) -> None:
+    """A folder that cannot be listed is not an empty one."""
+    raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
 
 
 def open_archive(path: Path, top: str, cap: int = CAP) -> Files:

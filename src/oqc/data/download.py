@@ -12,7 +12,7 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TimeRemainingColumn, TransferSpeedColumn
 
-from oqc.data.pack import checksum
+from oqc.data.pack import checksum, make_folder
 from oqc.files import locked
 
 CHUNK = 1 << 18
@@ -24,7 +24,7 @@ LIMIT = 2 << 30  # bytes; no official archive is near
 
 def download(url: str, target: Path, md5: str) -> None:
     """Fetches `url` to `target` by way of `target`.part, from where a later call goes on if this one is cut short."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     part = target.with_name(f"{target.name}.part")
     with locked(target.with_name(f"{target.name}.lock")):
         if target.exists():  # another process, started at the same time, was faster

@@ -12,14 +12,19 @@ from oqc.data import images
 from oqc.data.archives import Files, open_folder
 from oqc.data.raw import Raw, divide
 
+LIKE_PARTS = ("train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 
 
 def read_image_folder(path: Path, image_size: int | None) -> Raw:
-    """train/<class>/* and test/<class>/* (or val/); or <class>/* alone, of which a fixed fifth is the test part."""
+    """train/<class>/* and test/<class>/* (without it val/); or <class>/* alone, of which a fixed fifth is the test
+    part."""
     files = open_folder(path)
     if not (path / "train").is_dir():
         classes = _classes(path)
+        parts = [one for one in classes if one.lower() in LIKE_PARTS and any(map(Path.is_dir, (path / one).iterdir()))]
+        if parts:  # taken for classes, they would be what is learned
+            raise ValueError(f"{path} has {', '.join(parts)} with folders in it: name the parts train, and test or val")
         names, labels = _labelled(files, "", classes, classes)
         return divide(images.decode(files, names, image_size), labels, classes)
     part = next((part for part in ("test", "val") if (path / part).is_dir()), None)

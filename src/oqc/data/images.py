@@ -23,7 +23,11 @@ CHUNK = 64  # images a task
 
 
 def eight_bit(image: Image.Image) -> Image.Image:
-    """Sixteen-bit grey images in eight bits; Pillow's own conversion would cut everything above 255 off."""
+    """Sixteen-bit grey images in eight bits; Pillow's own conversion would cut everything above 255 off. Where nothing
+    tells what is white, as of floats and of TIFF's 32 bits, that is an error."""
+    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
+        kind = "floats" if image.mode == "F" else "of 32 bits"
+        raise ValueError(f"its pixels are {kind}, and must be whole numbers of 8 or 16 bits")
     if not image.mode.startswith("I"):
         return image
     return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
@@ -58,7 +62,10 @@ def decode(files: Files, names: Sequence[str], image_size: int | None) -> np.nda
             + ("; ..." if len(bad) > NAMED else "")
         )
     if odd:
-        raise ValueError(f"{files.origin}: the images are not of one size ({odd}); give image_size to resize them")
+        raise ValueError(
+            f"{files.origin}: the images are not of one size ({odd}); data.image_size=N resizes them (of `oqc data"
+            " prepare`: --image-size N)"
+        )
     return out
 
 

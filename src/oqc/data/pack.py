@@ -34,6 +34,17 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oqc"
 
 
+def make_folder(folder: Path) -> None:
+    """Of the cache, for what comes into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ValueError(f"the cache {cache()} cannot be written; set OQC_DATA to another folder")
+
+
 def packs() -> Path:
     return cache() / f"packs-v{FORMAT}"
 
@@ -47,9 +58,9 @@ def place(name: str, identity: dict[str, Any]) -> Path:
 def write(folder: Path, raw: Raw, *, name: str, origin: str, image_size: int | None) -> None:
     """Checks `raw` and puts it at `folder`; when another process was faster, its pack stays."""
     check(raw, origin)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(folder.parent)
     temporary = folder.parent / f".tmp-{os.getpid()}-{time.time_ns()}"
+    make_folder(folder.parent)
+    _sweep(folder.parent)
     temporary.mkdir()
     try:
         with naming(folder):

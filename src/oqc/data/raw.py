@@ -42,6 +42,8 @@ def check(raw: Raw, origin: str) -> None:
             raise ValueError(
                 f"{origin}: {part} label {wrong} is out of range, the labels are 0 to {len(raw.classes) - 1}"
             )
+    if len(raw.classes) < 2:
+        raise ValueError(f"{origin}: all images are of one class, {raw.classes[0]!r}: there is nothing to tell apart")
     counts = np.bincount(raw.train_labels, minlength=len(raw.classes))
     if not counts.all():
         raise ValueError(f"{origin}: class {raw.classes[int(counts.argmin())]!r} has no training images")
