@@ -10,6 +10,7 @@ import pytest
 import torch
 from fused_oracle import DEVICE, LARGE, SMALL, Case, leaves, literal, ours, ours_from_hidden, ratio, squares_of, tensors
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oqc.config import FFN, Model
 from oqc.models import DeepViT
@@ -424,3 +425,32 @@ def test_a_square_grid_of_any_number_of_tokens_compiles_whole() -> None:
     for tokens in (4, 9, 16):
         x = torch.randn(2, tokens, 8, device=DEVICE)
         torch.testing.assert_close(compiled(x), ffn(x))
+
+
+@pytest.mark.parametrize(
+    ("rank", "gate", "fills"), [(8, "scalar", 0), (5, "scalar", 1), (5, "token", 1), (7, "token", 1)]
+)
+def test_what_pads_the_weights_takes_no_launch_of_its_own(rank: int, gate: str, fills: int) -> None:
+    """In inference each fill of zeros is a launch a block: a map without a bias reads some that are there, and the rows
+    that pad u serve v too."""
+    filled: list[int] = []
+
+    class Fills(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            filled.extend([1] if "zero" in str(function) else [])
+            return function(*args, **(kwargs or {}))
+
+    case = Case(16, 24, rank, 3, gate=gate, residual=True)
+    p = leaves(tensors(case, 1, 2, 0, 0), torch.float32)
+    with torch.no_grad():
+        want = ours(case, p, 2, 0)
+        with Fills():
+            assert torch.equal(ours(case, p, 2, 0), want)
+    assert len(filled) == fills
+
+
+def test_a_hidden_map_narrower_than_the_rank() -> None:
+    """Zeros that are read in place of a bias are those left of G, of which there are as many as channels."""
+    case = Case(16, 9, 16, 3)
+    p, exact = (leaves(tensors(case, 2, 2, 0, 0), dtype) for dtype in (torch.float32, torch.float64))
+    assert ratio(squares_of(ours(case, p, 2, 0), literal(case, exact, 2, 0)[0])) <= 1e-5

@@ -130,9 +130,16 @@ def _network(
         pieces = [piece for one in pieces for piece in (one, *_zeros(one[0], spare))]
         taps = [None if item is None else F.pad(item, (0, 0) * (item.dim() - 1) + (0, spare)) for item in taps]
         weight = F.pad(weight, (0, spare))
+    with full_precision(x):
+        if lift is None:
+            stack, exact = weight.to(dtype), None
+        else:
+            stack, exact = folded or fold([weight], [lift], [project], space, dtype)[0]
     extra = gate_columns(rank, u is None) if isinstance(gate, tuple) else 0
     if u is not None and v is not None:
-        pieces += [(u, None), *_zeros(u, -rank % 8), (v, None), *_zeros(v, -rank % 8 - (1 if extra == 1 else 0))]
+        blank = _zeros(u, -rank % 8)
+        last = [(rows[1:], None) for rows, _ in blank if len(rows) > 1] if extra == 1 else blank  # its logit is there
+        pieces += [(u, None), *blank, (v, None), *last]
     value = None if beta is None else beta.float()
     if isinstance(gate, tuple):
         pieces += [gate, *_zeros(gate[0], extra - 1)]
@@ -140,13 +147,10 @@ def _network(
         value = gate.float()
     bias_in = None
     if any(bias is not None for _, bias in pieces):
-        bias_in = torch.cat([m.new_zeros(m.shape[0]) if bias is None else bias for m, bias in pieces])
+        nothing = None if exact is None else exact.detach()[-1, : weight.shape[1]]  # of S, left of G
+        bias_in = torch.cat([_no_bias(m, nothing) if bias is None else bias for m, bias in pieces])
     weight_in = torch.cat([item for item, _ in pieces]).to(dtype)
     with full_precision(x):
-        if lift is None:
-            stack, exact = weight.to(dtype), None
-        else:
-            stack, exact = folded or fold([weight], [lift], [project], space, dtype)[0]
         rest = None if residual is None else residual.reshape(-1, residual.shape[-1])
         tokens = x.reshape(-1, x.shape[-1]).to(dtype)
         *affine, norm_eps = then or (None, None, Form().norm_eps)
@@ -214,6 +218,13 @@ def _stacked(items: Sequence[Tensor]) -> Tensor:
 def _zeros(like: Tensor, count: int) -> list[tuple[Tensor, None]]:
     """Rows of zeros as a piece of their own, if any: the gradient of a padded map would be copied once more."""
     return [(like.new_zeros(count, like.shape[1]), None)] if count else []
+
+
+def _no_bias(m: Tensor, nothing: Tensor | None) -> Tensor:
+    """Zeros for a map without a bias: of those that are there, where they are enough, which takes no launch."""
+    count = m.shape[0]
+    fits = nothing is not None and nothing.dtype == m.dtype and count <= len(nothing)
+    return nothing[:count] if fits and nothing is not None else m.new_zeros(count)
 
 
 def _whole(x: Tensor | None) -> Tensor | None:
