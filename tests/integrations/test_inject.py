@@ -135,6 +135,16 @@ def test_trainable_leaves_frozen_what_others_froze():
         assert not clone.pos_embed.requires_grad
 
 
+def test_a_folded_model_is_not_for_training():
+    model = vit()
+    inject(model, "lowrank", rank=4)
+    oqc.integrations.fold(model)
+    for part in ("complement", "all"):
+        with pytest.raises(ValueError, match="VisionTransformer is folded, which is for inference alone: train one"):
+            trainable(model, part)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_a_plain_checkpoint_does_not_meet_a_trained_branch_unseen():
     plain, model = vit(), vit()
     inject(model, "lowrank", rank=4)

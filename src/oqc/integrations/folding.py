@@ -29,10 +29,6 @@ def fold(model: nn.Module) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def is_folded(model: nn.Module) -> bool:
-    return any(module.complement.merged is not None for _, module in complements(model))  # type: ignore[union-attr]
-
-
 def _output_projection(module: nn.Module) -> nn.Linear | None:
     """W, where nothing but dropout ever stands between h and it."""
     if isinstance(module, OQCFFN):

@@ -204,6 +204,8 @@ def trainable(
     branches = [module.complement for _, module in complements(model)]
     if not branches and part == "complement":
         raise ValueError(f"{type(model).__name__} has no complement to train; call oqc.inject(model) first")
+    if is_folded(model):
+        raise ValueError(f"{type(model).__name__} is folded, which is for inference alone: train one that is not")
     kept = {id(parameter) for module in (*branches, *others) for parameter in module.parameters()}  # type: ignore[union-attr]
     asked = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     for module in model.modules():
@@ -237,6 +239,11 @@ def injected(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in complements(model):
         if isinstance(module, Injected) or module.options["complement"] == "none":  # type: ignore[index]
             yield path, module
+
+
+def is_folded(model: nn.Module) -> bool:
+    """Whether any complement keeps products of weights, as `folding.fold` makes them."""
+    return any(module.complement.merged is not None for _, module in complements(model))  # type: ignore[union-attr]
 
 
 def specification(model: nn.Module) -> dict[str, Any] | None:

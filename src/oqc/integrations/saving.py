@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from oqc.files import check_folder, write_whole
 from oqc.integrations import bases
 from oqc.integrations.bases import Base
-from oqc.integrations.folding import fold, is_folded
-from oqc.integrations.injection import restore, specification
+from oqc.integrations.folding import fold
+from oqc.integrations.injection import is_folded, restore, specification
 from oqc.integrations.wrappers import check_model, uncompiled
 
 FORMAT = 1
