@@ -149,6 +149,30 @@ def test_a_model_that_would_not_come_back_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message", "cause"),
+    [
+        ([1], r"a dict of what the model's constructor was given, got \[1\]$", None),
+        ({"depht": 2}, r"what timm's vit_tiny_.* can be built with, got {'depht': 2}: .*argument 'depht'$", TypeError),
+        ({"depth": "2"}, r"what timm's .*, got {'depth': '2'}: unsupported operand", TypeError),
+        ({"embed_dim": 32}, r"what timm's .*, got {'embed_dim': 32}: dim should be divisible", AssertionError),
+    ],
+)
+def test_mistaken_arguments_are_named(tmp_path, arguments, message, cause):
+    with pytest.raises(ValueError, match=f"^arguments must be {message}") as told:
+        save(vit(), tmp_path, arguments=arguments)
+    assert isinstance(told.value.__cause__, cause or type(None))
+    assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_a_librarys_own_errors_of_arguments_are_one_line(tmp_path):
+    config = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**config))
+    with pytest.raises(ValueError, match=r"^arguments must be what .*, got {'hidden_size': 'a'}: .*expected int.*$"):
+        save(model, tmp_path, arguments={"hidden_size": "a"})
+
+
 def test_a_wrapper_that_only_pushes_as_transformers_models_do_is_none(tmp_path):
     """As peft's are: its models get their `push_to_hub` from transformers."""
     wrapper = type("PeftModel", (transformers.utils.PushToHubMixin, nn.Sequential), {})(vit())

@@ -34,6 +34,8 @@ class Base:
 
 def describe(model: nn.Module, name: str | None = None, arguments: dict[str, Any] | None = None) -> Base:
     """The base of a built model. `name` and `arguments` (added to what is derived) help where it does not tell all."""
+    if not isinstance(arguments, (dict, type(None))):
+        raise ValueError(f"arguments must be a dict of what the model's constructor was given, got {arguments!r}")
     library = _library(model)
     derived = _DESCRIBE[library](model)
     merged = {**derived.arguments, **(arguments or {})} if name in (None, derived.name) else arguments or {}

@@ -62,7 +62,15 @@ def save(
         "injection": specification(model),
         "folded": is_folded(model),
     }
-    other = _build(record, on_meta=True)
+    try:
+        other = _build(record, on_meta=True)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a library says of bad arguments
+        raise ValueError(
+            f"arguments must be what {base.library}'s {base.name} can be built with, got {arguments!r}:"
+            f" {' '.join(str(error).split())}"
+        ) from error
     unlike = bases.difference(model, other)
     if unlike is not None:
         raise ValueError(
