@@ -134,7 +134,7 @@ def test_a_replaced_head_is_saved(tmp_path):
 
 def test_a_model_that_would_not_come_back_is_refused(tmp_path):
     model = vit()
-    with pytest.raises(ValueError, match=r"is not this model .*pass arguments= with what its constructor was given"):
+    with pytest.raises(ValueError, match=r"is not this model; pass arguments= with what its constructor was given"):
         save(model, tmp_path)
     with pytest.raises(ValueError, match=r"blocks.0.attn.num_heads is 2, rebuilt 4"):
         save(model, tmp_path, arguments={**ARGUMENTS, "num_heads": 4})
@@ -171,6 +171,19 @@ def test_a_librarys_own_errors_of_arguments_are_one_line(tmp_path):
     model = transformers.ViTForImageClassification(transformers.ViTConfig(**config))
     with pytest.raises(ValueError, match=r"^arguments must be what .*, got {'hidden_size': 'a'}: .*expected int.*$"):
         save(model, tmp_path, arguments={"hidden_size": "a"})
+
+
+def test_a_head_of_ones_own_is_named_first_with_the_other_way(tmp_path):
+    config = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**config, num_labels=10))
+    model.classifier = nn.Linear(32, 7)
+    with pytest.raises(ValueError, match=r"^classifier.out_features is 7, rebuilt 10: transformers's ViT") as told:
+        save(model, tmp_path)
+    assert len(str(told.value)) < 300
+    model = vit()
+    model.head = nn.Sequential(nn.Dropout(), nn.Linear(32, 5))
+    with pytest.raises(ValueError, match=r"^'head.0' is in the model only: .*, save its state_dict\(\) with"):
+        save(model, tmp_path, arguments=ARGUMENTS)
 
 
 def test_a_wrapper_that_only_pushes_as_transformers_models_do_is_none(tmp_path):

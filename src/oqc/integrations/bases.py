@@ -20,6 +20,7 @@ from oqc.models import DeepViT
 from oqc.nn import OQCFFN
 from oqc.nn.ffn import mlp_layer
 
+BY_HAND = "save its state_dict() with safetensors, and inject again before loading it"
 _FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "weights")
 _PASSING = ("training", "num_classes", "grad_checkpointing", "gradient_checkpointing", "name_or_path")
 
@@ -96,10 +97,7 @@ def _library(model: nn.Module) -> str:
         # An injected network has a class of ours, and peft's models have one of transformers' that is no model.
         if library in _DESCRIBE and library != "oqc" and issubclass(cls, nn.Module):
             return library
-    raise ValueError(
-        f"{type(model).__name__} is not a model of {', '.join(_DESCRIBE)}; save its state_dict() with safetensors, and"
-        " inject again before loading it"
-    )
+    raise ValueError(f"{type(model).__name__} is not a model of {', '.join(_DESCRIBE)}; {BY_HAND}")
 
 
 def _describe_oqc(model: nn.Module) -> Base:

@@ -74,8 +74,8 @@ def save(
     unlike = bases.difference(model, other)
     if unlike is not None:
         raise ValueError(
-            f"{base.library}'s {base.name} with {base.arguments} is not this model ({unlike}); pass arguments= with"
-            " what its constructor was given"
+            f"{unlike}: {base.library}'s {base.name}, built again, is not this model; pass arguments= with what its"
+            f" constructor was given, or, where it was changed since, {bases.BY_HAND}"
         )
     tensors, tied = _distinct(model.state_dict())
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
