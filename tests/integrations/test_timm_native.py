@@ -82,8 +82,11 @@ def test_gated_host_takes_timms_swiglu():
 def test_mistakes_show_where_mlp_layer_is_called():
     with pytest.raises(ValueError, match="did you mean 'lowrank'"):
         mlp_layer("low_rank")
-    with pytest.raises(ValueError, match="rank must be from 1"):
+    with pytest.raises(ValueError, match="rank must be a whole number from 1 on, got 0"):
         mlp_layer(rank=0)
+    with pytest.raises(ValueError, match="groups must be a whole number from 1 on, got 0"):
+        mlp_layer(host="afbo", groups=0)
+    mlp_layer("none", rank=0)
     mlp_layer(rank=7, host="afbo", groups=4)
 
 

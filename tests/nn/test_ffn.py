@@ -267,6 +267,7 @@ def test_an_activation_in_place_leaves_a_shared_projection_its_maps(backend, gra
         ({"rank": 25}, "rank must be from 1 to the hidden width 24, got 25"),
         ({"complement": "low_rank"}, "complement must be one of .*'low_rank'; did you mean 'lowrank'"),
         ({"rank": 4.0}, "rank must be a whole number, got 4.0"),
+        ({"groups": 0}, "groups must be a whole number from 1 on, got 0"),
         ({"out_features": -4}, "out_features must be a whole number from 1 on, got -4"),
         ({"grid": 3}, r"grid must be None or \(rows, columns\), got 3"),
         ({"act_layer": "gelu"}, "act_layer must be a class of modules or a function that makes one, got 'gelu'"),

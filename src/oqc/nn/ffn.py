@@ -65,7 +65,7 @@ class OQCFFN(nn.Module):
         if grid is not None and not (isinstance(grid, (tuple, list)) and len(grid) == 2):
             raise ValueError(f"grid must be None or (rows, columns), got {grid!r}")
         check_dtype(dtype)
-        in_features, groups = whole("in_features", in_features, 1), whole("groups", groups)
+        in_features, groups = whole("in_features", in_features, 1), whole("groups", groups, 1)
         rank, prefix_tokens = whole("rank", rank), whole("prefix_tokens", prefix_tokens, 0)
         grid = None if grid is None else (whole("grid", grid[0], 1), whole("grid", grid[1], 1))
         out = in_features if out_features is None else whole("out_features", out_features, 1)
@@ -262,6 +262,7 @@ def mlp_layer(complement: str = "lowrank", rank: int = 56, **options: Any) -> Ca
     `options` are OQCFFN's keyword arguments: `host`, `match`, `gate_init`, ... To fine-tune pretrained weights give
     `init="identity"`, which `inject` has by default and a network that is built does not.
     """
-    size = max(1, whole("rank", rank)) * whole("groups", options.get("groups", 1))
+    groups = whole("groups", options.get("groups", 1), 1)
+    size = max(1, whole("rank", rank, None if complement == "none" else 1)) * groups
     OQCFFN(size, size, complement=complement, rank=rank, device="meta", **options)  # mistakes show here, not in timm
     return partial(OQCFFN, complement=complement, rank=rank, **options)
