@@ -7,7 +7,7 @@ from torch import nn
 
 import oqc
 from oqc.analysis import chance_level, overlap
-from oqc.analysis.overlap import METRICS, OverlapSums
+from oqc.analysis.overlap import OverlapSums
 from oqc.config import FFN, Model
 
 
@@ -55,7 +55,7 @@ def test_chance_levels():
     assert chance_level(24) == pytest.approx(torch.cosine_similarity(x, y).abs().mean().item(), rel=0.02)
 
 
-@pytest.mark.parametrize(("complement", "absent"), [("none", 7), ("unprojected", 3), ("lowrank", 0)])
+@pytest.mark.parametrize(("complement", "absent"), [("unprojected", 3), ("lowrank", 0)])
 def test_on_real_models(complement, absent):
     config = Model(
         image_size=8,
@@ -131,4 +131,19 @@ def test_a_complement_that_nothing_reaches_is_an_error():
     model, _ = small_vit(complement="lowrank")
     with pytest.raises(ValueError, match=r"batches must reach every complement, but none came to 'blocks.0.mlp'"):
         overlap(model, [])
-    assert overlap(nn.Identity(), [torch.zeros(1)]) == dict.fromkeys(METRICS)
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_a_model_without_a_complement_is_an_error(by_block):
+    with pytest.raises(ValueError, match=r"Identity has no complement to measure; call oqc.inject\(model\) first"):
+        overlap(nn.Identity(), [torch.zeros(1)], by_block=by_block)
+
+
+@pytest.mark.parametrize(
+    ("batch", "got"), [("a", "str"), (3, "int"), ([], "list"), (["a", 1], "list that begins with str")]
+)
+def test_a_batch_that_is_no_input_is_named(batch, got):
+    model, _ = small_vit(complement="lowrank")
+    allowed = "batches must hold tensors, tuples or lists that begin with one, or dicts of keyword arguments"
+    with pytest.raises(ValueError, match=f"^{allowed}, got {got}$"):
+        overlap(model, [batch])

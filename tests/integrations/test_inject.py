@@ -258,6 +258,7 @@ def injected():
         (vit, {"seed": 1.5}, "seed must be a whole number from 0 on, got 1.5"),
         (vit, {"example": torch.zeros(1, 3, 5, 5)}, r"example of shape \[1, 3, 5, 5\] does not run through"),
         (vit, {"example": X[:0]}, r"example must hold an input or several, got one of shape \[0, 3, 32, 32\]"),
+        (vit, {"example": "a"}, "example must be None or a tensor, an input of the model, got a str"),
         (vit, {"eps": "x"}, "eps must be more than 0 and finite, got 'x'"),
         (vit, {"eps": -1.0}, "eps must be more than 0 and finite, got -1.0"),
         (vit, {"rank": 129}, "rank must be from 1 to the hidden width 128 of blocks.0.mlp, got 129"),

@@ -41,6 +41,8 @@ def overlap(model: nn.Module, batches: Iterable[Any], *, by_block: bool = False)
         raise ValueError("batches must be several, such as a loader or a list; put a single batch into a list")
     model = getattr(model, "_orig_mod", model)  # what torch.compile runs calls no hooks
     networks = {path: one for path, one in model.named_modules() if isinstance(_branch(one), Complement)}
+    if not networks:
+        raise ValueError(f"{type(model).__name__} has no complement to measure; call oqc.inject(model) first")
     whole = OverlapSums()
     sums = {path: OverlapSums() if by_block else whole for path in networks}
     called: set[str] = set()
@@ -75,8 +77,14 @@ def _branch(module: nn.Module) -> object:
 def _call(model: nn.Module, batch: Any) -> None:
     if isinstance(batch, Mapping):
         model(**batch)
-    else:
-        model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        return
+    x = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            "batches must hold tensors, tuples or lists that begin with one, or dicts of keyword arguments, got"
+            f" {type(batch).__name__}{'' if x is batch else f' that begins with {type(x).__name__}'}"
+        )
+    model(x)
 
 
 class OverlapSums:

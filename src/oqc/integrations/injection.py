@@ -115,8 +115,10 @@ def inject(
     rank, seed = whole("rank", rank), None if seed is None else whole("seed", seed, 0)
     check_finite("gate_init", gate_init)
     check_positive("eps", eps)
-    if isinstance(example, Tensor) and not example.numel():
-        raise ValueError(f"example must hold an input or several, got one of shape {_shape(example)}")
+    if not isinstance(example, (Tensor, type(None))):
+        raise ValueError(f"example must be None or a tensor, an input of the model, got a {type(example).__name__}")
+    if example is not None and not example.numel():
+        raise ValueError(f"example must hold an input or several, got one of shape {list(example.shape)}")
     model = uncompiled(model)
     check_not_parallel(model)
     kind = type(model).__name__
@@ -159,7 +161,7 @@ def inject(
         return report.measured(model, example)
     except Exception as error:
         remove(model)
-        raise ValueError(f"example of shape {_shape(example)} does not run through {kind}: {error}") from error
+        raise ValueError(f"example of shape {list(example.shape)} does not run through {kind}: {error}") from error
 
 
 def remove(model: nn.Module) -> None:
@@ -292,10 +294,6 @@ def _attach(one: Found, branch: Complement, backend: str) -> None:
     module.complement = branch
     module.oqc_layout, module.oqc_backend = one.layout, backend  # type: ignore[assignment]
     module.__class__ = injected_class(type(module))
-
-
-def _shape(example: object) -> str:
-    return str(list(example.shape)) if isinstance(example, Tensor) else type(example).__name__
 
 
 def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
