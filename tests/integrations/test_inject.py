@@ -135,6 +135,29 @@ def test_trainable_leaves_frozen_what_others_froze():
         assert not clone.pos_embed.requires_grad
 
 
+@pytest.mark.parametrize("freeze", [trainable, oqc.integrations.fold])
+def test_remove_thaws_what_was_frozen_with_the_complement(freeze):
+    model = vit()
+    model.pos_embed.requires_grad_(False)
+    before = [(type(m), list(vars(m))) for m in model.modules()]
+    inject(model, "lowrank", rank=4)
+    freeze(model)
+    assert not model.head.weight.requires_grad
+    remove(model)
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["pos_embed"]
+    assert [(type(m), list(vars(m))) for m in model.modules()] == before
+
+
+def test_a_refused_example_thaws_nothing():
+    model = vit()
+    inject(model.blocks[0], rank=4)
+    trainable(model)
+    with pytest.raises(ValueError, match=r"example of shape \[1, 3\] does not run through Block"):
+        inject(model.blocks[1], rank=4, example=X[:1, :, 0, 0])
+    assert not any(parameter.requires_grad for parameter in model.blocks[1].parameters())
+    assert not isinstance(model.blocks[1].mlp, Injected)
+
+
 def test_a_folded_model_is_not_for_training():
     model = vit()
     inject(model, "lowrank", rank=4)

@@ -6,13 +6,15 @@ import torch
 from torch import nn
 
 from oqc import ops
+from oqc.integrations.freezing import freeze
 from oqc.integrations.injection import Injected, complements
 from oqc.nn import OQCFFN
 
 
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
-    """Keeps G and M in every complement whose output projection is a plain linear map; freezes the model.
+    """Keeps G and M in every complement whose output projection is a plain linear map; freezes the model, which
+    `oqc.remove` undoes, and puts it into evaluation mode.
 
     The outputs stay as they are up to rounding. Weights that change afterwards are not followed. Cast a model to half
     precision before folding, not after: G and M are kept in float32. Where the fused kernels run, they make both with
@@ -26,7 +28,8 @@ def fold(model: nn.Module) -> nn.Module:
             folded = True
     if not folded:
         raise ValueError(f"{type(model).__name__} has no complement that can be folded")
-    return model.eval().requires_grad_(False)
+    freeze(model)
+    return model.eval()
 
 
 def _output_projection(module: nn.Module) -> nn.Linear | None:

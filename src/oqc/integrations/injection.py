@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from oqc import ops, seeding
 from oqc.config import BACKENDS, check_choice, check_finite, check_positive, is_whole, whole
 from oqc.integrations.finding import Found, find, input_of, quantised
+from oqc.integrations.freezing import freeze, thaw
 from oqc.integrations.layouts import Layout
 from oqc.integrations.report import Replaced, Report
 from oqc.integrations.wrappers import check_model, check_not_parallel, uncompiled
@@ -27,7 +28,6 @@ from oqc.nn.complements import INITS, seed_of_now
 Blocks = str | slice | Iterable[int]
 SETTINGS = ("complement", "rank", "init", "gate_init", "eps", "backend")
 RECORD = "_oqc_record"  # of an injected network: the oqc entry of a transformers config, and its own path there
-FROZEN = "_oqc_frozen"  # of a module: names of its own parameters that `trainable` froze
 
 
 class Injected(nn.Module):
@@ -160,33 +160,22 @@ def inject(
     try:
         return report.measured(model, example)
     except Exception as error:
-        remove(model)
+        _detach(model, [one.module for one in chosen])
         raise ValueError(f"example of shape {list(example.shape)} does not run through {kind}: {error}") from error
 
 
 def remove(model: nn.Module) -> None:
-    """Undoes `inject`, in a part of the model or all of it: every module is what it was before."""
+    """Undoes `inject`, in a part of the model or all of it: every module is what it was before.
+
+    What `trainable` and `fold` froze there is thawed.
+    """
     check_model(model)
     model = uncompiled(model)
     modules = [module for _, module in injected(model)]
     if not modules:
         raise ValueError(f"{type(model).__name__} has no injected complement: there is nothing to undo")
-    for module in modules:
-        record, path = vars(module).pop(RECORD, ({}, ""))
-        if path in record.get("modules", ()):
-            record["modules"].remove(path)
-        if isinstance(module, OQCFFN):
-            module.complement, module.backend = None, module.options["backend"]
-        elif isinstance(module, Injected):
-            act = module.oqc_layout.activation(module)
-            if isinstance(act, nn.Module):
-                vars(act).pop("_oqc_found", None)
-            module.__class__ = module.oqc_base  # type: ignore[assignment]
-            del module.complement, module.oqc_layout, module.oqc_backend
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "oqc") and not (tells(config) and _stands(module, config.oqc)):
-            del config.oqc
+    _detach(model, modules)
+    thaw(model)
 
 
 def trainable(
@@ -195,7 +184,7 @@ def trainable(
     """The parameters to train: freezes everything but the complements and the modules in `also`, such as a new head,
     which need not be part of the model.
 
-    With "all" it thaws what it froze before; what the model or you froze, as fixed positions are, stays so.
+    With "all" it thaws what oqc froze before; what the model or you froze, as fixed positions are, stays so.
     """
     check_choice("part", part, ("complement", "all"))
     check_model(model)
@@ -208,24 +197,14 @@ def trainable(
         raise ValueError(f"{type(model).__name__} has no complement to train; call oqc.inject(model) first")
     if is_folded(model):
         raise ValueError(f"{type(model).__name__} is folded, which is for inference alone: train one that is not")
-    kept = {id(parameter) for module in (*branches, *others) for parameter in module.parameters()}  # type: ignore[union-attr]
-    asked = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    for module in model.modules():
-        frozen: set[str] = vars(module).get(FROZEN, set())
-        for name, parameter in module.named_parameters(recurse=False):
-            if part == "all" or id(parameter) in kept:
-                parameter.requires_grad_(parameter.requires_grad or name in frozen or id(parameter) in kept)
-                frozen.discard(name)
-            elif id(parameter) in asked:
-                parameter.requires_grad_(False)
-                frozen.add(name)
-        vars(module).pop(FROZEN, None)
-        if frozen:
-            vars(module)[FROZEN] = frozen
-    own = {id(parameter) for parameter in model.parameters()}
-    beside = {id(p): p for module in others for p in module.parameters() if id(p) not in own}
-    for parameter in beside.values():
+    kept = [parameter for module in (*branches, *others) for parameter in module.parameters()]  # type: ignore[union-attr]
+    thaw(model)
+    for parameter in kept:
         parameter.requires_grad_()
+    if part == "complement":
+        freeze(model, kept)
+    own = {id(parameter) for parameter in model.parameters()}
+    beside = {id(p): p for p in kept if id(p) not in own}
     return [*(parameter for parameter in model.parameters() if parameter.requires_grad), *beside.values()]
 
 
@@ -294,6 +273,25 @@ def _attach(one: Found, branch: Complement, backend: str) -> None:
     module.complement = branch
     module.oqc_layout, module.oqc_backend = one.layout, backend  # type: ignore[assignment]
     module.__class__ = injected_class(type(module))
+
+
+def _detach(model: nn.Module, modules: list[nn.Module]) -> None:
+    for module in modules:
+        record, path = vars(module).pop(RECORD, ({}, ""))
+        if path in record.get("modules", ()):
+            record["modules"].remove(path)
+        if isinstance(module, OQCFFN):
+            module.complement, module.backend = None, module.options["backend"]
+        elif isinstance(module, Injected):
+            act = module.oqc_layout.activation(module)
+            if isinstance(act, nn.Module):
+                vars(act).pop("_oqc_found", None)
+            module.__class__ = module.oqc_base  # type: ignore[assignment]
+            del module.complement, module.oqc_layout, module.oqc_backend
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "oqc") and not (tells(config) and _stands(module, config.oqc)):
+            del config.oqc
 
 
 def _choose(blocks: Blocks, found: list[Found], kind: str) -> list[Found]:
