@@ -240,7 +240,7 @@ def test_a_signal_to_one_rank_stops_both_in_order(npz: Path, tmp_path: Path, see
             rank.kill()
     assert [rank.returncode for rank in ranks] == [143, 143], errors
     assert re.search("stopped by SIGTERM after step .*oqc train --resume", errors[0])
-    assert ("1 further run was not started (give --seeds those that are left)" in errors[0]) is (seeds == "0,1")
+    assert ("1 run was not started: give the same command with --seeds 1" in errors[0]) is (seeds == "0,1")
 
 
 @pytest.mark.slow
@@ -329,6 +329,37 @@ def test_a_stop_tells_of_this_commands_runs_alone(npz: Path, tmp_path: Path, mon
     """Not of those that it would have replaced later."""
     out = ("--seeds", "0,1,2", "--out", str(tmp_path / "runs"))
     assert oqc("train", *options(npz, "--epochs", "1"), *out).exit_code == 0
+    stop_in_seed_1(monkeypatch)
+    ended = oqc("train", *options(npz, "--epochs", "2"), *out, "--overwrite")
+    assert ended.exit_code == 128 + signal.SIGTERM
+    assert [f"s{seed}: best" in ended.stdout for seed in range(3)] == [True, False, False]
+    assert "1 run was not started" in ended.stderr
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_a_stop_of_several_seeds_says_brings_them_to_their_end(
+    npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """Those that were under way, named or as the folder of all, and those that were not started."""
+    runs = tmp_path / "runs"
+    command = ["train", *options(npz, "--epochs", "2", "--out", str(runs), "--seeds")]
+    with monkeypatch.context() as patch:
+        stop_in_seed_1(patch)
+        ended = oqc(*command, "0,1,2")
+    way = f"continue with: oqc train --resume {runs / 's1'}; 1 run was not started: give the same command with"
+    assert f"{way} --seeds 2\n" in ended.stderr
+    ended = oqc("train", "--resume", str(runs if together else runs / "s1"))
+    assert ended.exit_code == 0, ended.output
+    assert [f"s{seed}: best" in ended.stdout for seed in range(3)] == [False, True, False]
+    assert oqc(*command, "2").exit_code == 0
+    assert sorted(path.name for path in runs.iterdir()) == ["s0", "s1", "s2"]
+    assert all(RunFolder(runs / name).finished for name in ("s0", "s1", "s2"))
+    assert str(oqc("train", "--resume", str(runs)).exception) == (
+        f"--resume {runs}: its 3 runs are finished; there is nothing to resume"
+    )
+
+
+def stop_in_seed_1(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Trainer._look
 
     def signalled(self: Trainer, stop: StopRequest) -> None:
@@ -337,7 +368,3 @@ def test_a_stop_tells_of_this_commands_runs_alone(npz: Path, tmp_path: Path, mon
         step(self, stop)
 
     monkeypatch.setattr(Trainer, "_look", signalled)
-    ended = oqc("train", *options(npz, "--epochs", "2"), *out, "--overwrite")
-    assert ended.exit_code == 128 + signal.SIGTERM
-    assert [f"s{seed}: best" in ended.stdout for seed in range(3)] == [True, False, False]
-    assert "1 further run was not started" in ended.stderr

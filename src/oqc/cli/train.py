@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +37,7 @@ from oqc.train import (
     Trainer,
     find_device,
     read_weights,
+    seeds_in,
     train_many,
 )
 from oqc.train.distributed import joined, rank_and_world
@@ -82,7 +84,9 @@ def train(
     seeds: Annotated[str | None, typer.Option(help="One run for each: 0,1,2. Default: the config's.")] = None,
     at_once: Annotated[str, typer.Option(help="Seeds to train at the same time on one GPU; auto measures.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder of the run; with several seeds, of their folders.")] = None,
-    resume: Annotated[list[Path] | None, typer.Option(metavar="RUN", help="Continue an interrupted run.")] = None,
+    resume: Annotated[
+        list[Path] | None, typer.Option(metavar="RUN", help="Continue an interrupted run, or those of its seeds.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a run that is in the folder.")] = False,
     device: Device = None,
     tensorboard: Annotated[bool, typer.Option(help="Write event files for TensorBoard too.")] = False,
@@ -115,7 +119,7 @@ def train(
                 "--resume continues a run with its own config; give no other options that change it (to train longer,"
                 " start a run with more --epochs: the learning rate falls over all of them)"
             )
-        runs = {path: RunFolder(path).config() for path in resume}
+        runs = {path: RunFolder(path).config() for given in resume for path in _unfinished(given)}
     else:
         if preset and model:
             raise ValueError(f"--preset {preset} and --model {model} both name a model: give one of them")
@@ -164,7 +168,8 @@ def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[st
                 console.print(_line(list(runs)[number], found), highlight=False, markup=False)
         reasons = [str(found) for found in end.outcomes.values() if isinstance(found, Diverged)]
         if not console.quiet:
-            typer.echo("\n".join(reasons if isinstance(end, Diverged) else [*reasons, str(end)]), err=True)
+            told = [str(end) + _way_on(runs, end, resume=options["resume"])] if isinstance(end, Stopped) else []
+            typer.echo("\n".join([*reasons, *told]), err=True)
         raise typer.Exit(128 + end.signal if isinstance(end, Stopped) else 1) from None
     for path, summary in zip(runs, summaries, strict=True):
         console.print(_line(path, summary), highlight=False, markup=False)
@@ -261,8 +266,27 @@ def _name(run: Run, preset: str | None, model: str | None) -> str:
 
 def _place(out: Path | None, name: str, run: Run, *, several: bool) -> Path:
     if out is not None:
-        return out / f"s{run.train.seed}" if several else out
+        return out / f"s{run.train.seed}" if several or seeds_in(out) else out
     return Path("runs") / f"{name}-{configs.content_hash(run)}-s{run.train.seed}"
+
+
+def _unfinished(path: Path) -> list[Path]:
+    """The run itself, or what is left to do of the runs in the folder of several seeds."""
+    runs = seeds_in(path)
+    left = [run for run in runs if not RunFolder(run).finished]
+    if runs and not left:
+        raise ValueError(f"--resume {path}: its {plural(len(runs), 'run')} are finished; there is nothing to resume")
+    return left or [path]
+
+
+def _way_on(runs: dict[Path, Run], end: Stopped, *, resume: bool) -> str:
+    """How to start those of several runs that a signal came before."""
+    left = [list(runs.items())[number] for number in end.unstarted]
+    if not left or len(runs) == 1:
+        return ""
+    if resume:
+        return ": oqc train " + " ".join(f"--resume {shlex.quote(str(path))}" for path, _ in left)
+    return f": give the same command with --seeds {','.join(str(run.train.seed) for _, run in left)}"
 
 
 def _line(path: Path, summary: Summary) -> str:

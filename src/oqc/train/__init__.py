@@ -2,7 +2,7 @@
 
 from oqc.train.environment import find_device
 from oqc.train.evaluation import Evaluator
-from oqc.train.folder import Row, RunFolder
+from oqc.train.folder import Row, RunFolder, seeds_in
 from oqc.train.many import replay_rate, train_many
 from oqc.train.progress import Display, Progress, Silent, Status
 from oqc.train.recorder import load_weights, read_weights
@@ -26,5 +26,6 @@ __all__ = [
     "load_weights",
     "read_weights",
     "replay_rate",
+    "seeds_in",
     "train_many",
 ]

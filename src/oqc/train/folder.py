@@ -131,6 +131,14 @@ class RunFolder:
         write_whole(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
+def seeds_in(folder: Path) -> list[Path]:
+    """The runs in the folder of several seeds, one a seed (s0, s1, ...); none where it is a run itself."""
+    if (folder / "config.json").exists():
+        return []
+    runs = [path.parent for path in folder.glob("s*/config.json") if path.parent.name[1:].isdecimal()]
+    return sorted(runs, key=lambda run: int(run.name[1:]))
+
+
 def is_export(folder: Path) -> bool:
     """Whether `oqc export` wrote here."""
     try:

@@ -90,11 +90,13 @@ def _interleave(
                 continue
             del active[number]
     signal = stop.heard(device)  # no process leaves before the first has saved: torchrun would end that one
-    stopped = [end for end in outcomes.values() if isinstance(end, Stopped)]
+    stopped = {number: end for number, end in outcomes.items() if isinstance(end, Stopped)}
     diverged = {number: end for number, end in outcomes.items() if isinstance(end, Diverged)}
     if signal is not None and (stopped or started < len(make)):
-        step = max((end.step for end in stopped), default=0)
-        halt: Ended = Stopped(signal, step, [f for end in stopped for f in end.folders], len(make) - started)
+        step = max((end.step for end in stopped.values()), default=0)
+        begun = {n for n in outcomes if n not in stopped or stopped[n].step or stopped[n].folders}
+        unstarted = [n for n in range(len(make)) if n not in begun]
+        halt: Ended = Stopped(signal, step, [f for end in stopped.values() for f in end.folders], unstarted)
     elif diverged:
         halt = diverged[min(diverged)]
     else:

@@ -6,7 +6,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,18 +42,18 @@ class Ended(RuntimeError):
 
 
 class Stopped(Ended):
-    """A signal ended the run after a step; its state is saved if it has a folder."""
+    """A signal ended the run after a step; its state is saved if it has a folder. `unstarted` are the numbers of the
+    runs trained with it of which nothing was trained."""
 
-    def __init__(self, number: int, step: int, folders: list[Path], unstarted: int = 0) -> None:
+    def __init__(self, number: int, step: int, folders: list[Path], unstarted: Sequence[int] = ()) -> None:
         text = f"stopped by {signal.Signals(number).name} after step {step}"
         if folders:
             each = (f"--resume {shlex.quote(str(folder))}" for folder in folders)
             text += f"; continue with: oqc train {' '.join(each)}"
         if unstarted:
-            runs = "1 further run was" if unstarted == 1 else f"{unstarted} further runs were"
-            text += f"; {runs} not started (give --seeds those that are left)"
+            text += f"; {'1 run was' if len(unstarted) == 1 else f'{len(unstarted)} runs were'} not started"
         super().__init__(text)
-        self.signal, self.step, self.folders = number, step, folders
+        self.signal, self.step, self.folders, self.unstarted = number, step, folders, unstarted
 
 
 class Diverged(Ended):
