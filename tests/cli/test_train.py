@@ -13,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from oqc.cli import app
-from oqc.cli.train import _read_image
+from oqc.cli.predict import read_image
 from oqc.config import Model
 from oqc.train import RunFolder
 
@@ -43,7 +43,7 @@ def test_an_image_that_cannot_be_read_is_named(content, why, tmp_path):
     path = tmp_path / "one.png"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"one.png cannot be read as an image: .*{why}"):
-        _read_image(path, Model())
+        read_image(path, Model())
 
 
 def test_a_device_that_is_not_there_is_told_before_the_processes_join(monkeypatch, tmp_path):

@@ -179,11 +179,24 @@ def test_mistakes_are_one_clear_line(arguments: list[str], message: str) -> None
     assert "\n" not in str(ended.exception)
 
 
-def test_not_an_image_is_named(npz: Path, tmp_path: Path) -> None:
-    oqc("train", *options(npz, "--epochs", "1", "--out", str(tmp_path / "run")))
-    (tmp_path / "x.png").write_text("no image")
-    ended = oqc("predict", str(tmp_path / "run"), str(tmp_path / "x.png"))
-    assert re.search(r"x\.png cannot be read as an image", str(ended.exception))
+def test_what_is_no_image_is_named_after_the_classes_of_what_is(npz: Path, tmp_path: Path) -> None:
+    run, image, text = (tmp_path / name for name in ("run", "one.png", "x.png"))
+    oqc("train", *options(npz, "--epochs", "1", "--out", str(run)))
+    Image.new("L", (4, 4)).save(image)
+    text.write_text("no image")
+    given = [str(path) for path in (image, text, image, tmp_path / "none.png")]
+    ended = oqc("predict", str(run), *given)
+    assert [line for line in ended.stdout.splitlines() if not line.startswith("  ")] == [given[0], given[2]]
+    assert re.fullmatch(
+        r"\S*x\.png cannot be read as an image: .*; \S*none\.png cannot be read.*", str(ended.exception)
+    )
+    ended = oqc("predict", str(run), *given, "--json")
+    rows = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [(row["image"], "top" in row, "error" in row) for row in rows] == [
+        (path, path == str(image), path != str(image)) for path in given
+    ]
+    assert isinstance(ended.exception, ValueError)
+    assert isinstance(oqc("predict", str(run), str(text)).exception, ValueError)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 import typer
 
 import oqc
-from oqc.cli import analyze, bench, data, demo, export, models, report, reproduce, train
+from oqc.cli import analyze, bench, data, demo, export, models, predict, report, reproduce, train
 
 START, TRAIN, DATA, MEASURE = "Start here", "Train and use", "Data", "Measure"
 
@@ -24,7 +24,7 @@ app.command(rich_help_panel=START)(demo.demo)
 app.command(rich_help_panel=START)(models.models)
 app.command(rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(train.evaluate)
-app.command(rich_help_panel=TRAIN)(train.predict)
+app.command(rich_help_panel=TRAIN)(predict.predict)
 app.command(rich_help_panel=TRAIN)(export.export)
 app.command(rich_help_panel=MEASURE)(reproduce.reproduce)
 app.command(rich_help_panel=MEASURE)(analyze.analyze)

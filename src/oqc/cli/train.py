@@ -1,4 +1,4 @@
-"""`oqc train`, `oqc evaluate`, `oqc predict`."""
+"""`oqc train`, `oqc evaluate`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
-from PIL import Image
 from rich.console import Console
 
 from oqc import config as configs
 from oqc import ops
-from oqc.config import Data, Model, Run
+from oqc.config import Data, Run
 from oqc.data import Dataset, load
-from oqc.data.images import eight_bit, fit
 from oqc.files import expanded
 from oqc.models import create_model, model_config
 from oqc.report.markdown import plural, spread
@@ -41,12 +38,11 @@ from oqc.train import (
     train_many,
 )
 from oqc.train.distributed import joined, rank_and_world
-from oqc.train.numerics import DTYPES, autocast, numerics
+from oqc.train.numerics import DTYPES, numerics
 from oqc.train.recorder import need_tensorboard
 from oqc.train.step import resolve_mode
 
 AUGMENT = {"digits": ["data.crop=0", "data.flip=false"]}  # digits mean something else mirrored, and fill the image
-COLOURS = {1: "L", 3: "RGB", 4: "RGBA"}  # by the number of channels
 SHAPES = {"digits": (8, 1, 10), "cifar10": (32, 3, 10), "cifar100": (32, 3, 100), "tiny-imagenet": (64, 3, 200)}
 
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
@@ -325,31 +321,6 @@ def evaluate(
         typer.echo(f"{accuracy:.2f}% of {len(part)} {split} images ({checkpoint} weights, step {step})")
 
 
-def predict(
-    run: Folder,
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files.")],
-    checkpoint: Which = "last",
-    device: Device = None,
-    as_json: AsJson = False,
-) -> None:
-    """The five most likely classes of images, which are resized to the model's size."""
-    folder, own = RunFolder(run), find_device(device)
-    config, data = folder.config(), folder.data()
-    model, _ = load_model(run, config, checkpoint, own)
-    dtype = DTYPES[config.train.precision]
-    pixels = torch.stack([_read_image(path, config.model) for path in images]).to(own, dtype)
-    mean, std = (torch.tensor(data[name], device=own, dtype=dtype)[:, None, None] for name in ("mean", "std"))
-    with torch.no_grad(), autocast(own, config.train.precision):
-        logits = model((pixels / 255 - mean) / std)
-    chances, order = logits.double().softmax(1).topk(min(5, logits.shape[1]))
-    for path, row, classes in zip(images, chances.tolist(), order.tolist(), strict=True):
-        top = [{"class": data["classes"][k], "probability": p} for p, k in zip(row, classes, strict=True)]
-        if as_json:
-            typer.echo(json.dumps({"image": str(path), "top": top}))
-        else:
-            typer.echo("\n".join([str(path), *(f"  {100 * one['probability']:6.2f}%  {one['class']}" for one in top)]))
-
-
 def config_of(run: Path, data_dir: Path | None) -> Run:
     """The config of a run, with its data set where it lies now: `data_dir` itself or in it."""
     config = RunFolder(run).config()
@@ -375,15 +346,3 @@ def load_model(run: Path, config: Run, checkpoint: str, device: torch.device) ->
         typer.echo(text, err=True)
     model.load_state_dict(weights)
     return model.to(device, DTYPES[config.train.precision]).eval(), step
-
-
-def _read_image(path: Path, model: Model) -> torch.Tensor:
-    """uint8 [C, H, W] of the model's size: the centre square, as data sets are packed."""
-    if model.channels not in COLOURS:
-        raise ValueError(f"the run's model has {model.channels} channels, an image file has 1, 3 or 4")
-    try:
-        with Image.open(path) as image:
-            pixels = np.array(fit(eight_bit(image).convert(COLOURS[model.channels]), model.image_size))
-    except Exception as error:  # on damaged files the decoders fail in many ways
-        raise ValueError(f"{path} cannot be read as an image: {error}") from None
-    return torch.from_numpy(pixels).reshape(model.image_size, model.image_size, -1).permute(2, 0, 1)
