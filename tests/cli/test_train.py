@@ -104,6 +104,8 @@ def test_what_has_no_effect_or_no_meaning_is_refused():
         oqc("train", "--data", "digits", "--model", "deep_vit_afbo", "--rank", "8", "--dry-run")
     with pytest.raises(ValueError, match="--preset cifar100_afbo and --model deep_vit_mlp both name a model"):
         oqc("train", "--data", "digits", "--preset", "cifar100_afbo", "--model", "deep_vit_mlp", "--dry-run")
+    with pytest.raises(ValueError, match=r"--seeds 0,1 and --set train\.seed=7 both name seeds: give one of them"):
+        oqc("train", "--data", "digits", "--seeds", "0,1", "--set", "train.seed=7", "--dry-run")
     told = json.loads(oqc("train", "--data", "digits", "--complement", "lowrank", "--rank", "8", "--dry-run"))
     assert told["model"]["ffn"]["rank"] == 8
 
@@ -146,3 +148,12 @@ def test_several_seeds_end_with_their_mean(tmp_path):
     best = [json.loads((tmp_path / "both" / name / "summary.json").read_text())["best"] for name in ("s0", "s1")]
     spread = f"{statistics.fmean(best):.2f} ± {statistics.stdev(best):.2f}"
     assert lines[-1].startswith(f"2 runs, mean ± std: best {spread}, final ")
+
+
+def test_a_warmup_that_is_asked_for_and_cut_short_is_told(tmp_path):
+    small = [f"--set=model.{field}" for field in ("width=16", "depth=2", "heads=2")]
+    options = ["--data", "digits", "--device", "cpu", "--precision", "fp32", "--batch", "400", *small, "--epochs"]
+    told = oqc("train", *options, "3", "--set=train.warmup=3", "--seeds=0,1", "--out", tmp_path / "both")
+    assert told.count("train.warmup 3 is more than half of the epochs: it takes 1.5\n") == 1
+    for number, more in enumerate((["3"], ["2", "--set=train.warmup=1"])):
+        assert "train.warmup" not in oqc("train", *options, *more, "--out", tmp_path / str(number))

@@ -109,6 +109,7 @@ def train(
         "train.backend": backend,
     }
     changes = [f"{field}={value}" for field, value in fields.items() if value is not None] + (settings or [])
+    named = {change.partition("=")[0].strip() for change in changes}
     if resume:
         if preset or model or changes or seeds or out or overwrite or dry_run:
             raise ValueError(
@@ -122,6 +123,8 @@ def train(
         run = resolve(preset, model, changes)
         if rank is not None and run.model.ffn.complement == "none":
             raise ValueError(f"--rank {rank} is that of a complement, and this model has none: give --complement too")
+        if seeds is not None and "train.seed" in named:
+            raise ValueError(f"--seeds {seeds} and --set train.seed={run.train.seed} both name seeds: give one of them")
         name = _name(run, preset, model)
         numbers = _seeds(seeds) if seeds is not None else [run.train.seed]
         each = [configs.override(run, [f"train.seed={number}"]) for number in numbers]
@@ -144,7 +147,12 @@ def train(
         for run in runs.values():  # what stands against it shows before any data is read
             resolve_mode(run.train.mode, find_device(own), world)
         options = {"device": own, "resume": bool(resume), "overwrite": overwrite, "tensorboard": tensorboard}
-        _run(runs, at_once if world == 1 else "1", Console(quiet=rank > 0, soft_wrap=True), options)
+        console = Console(quiet=rank > 0, soft_wrap=True)
+        if "train.warmup" in named and (warmup := run.train.warmup) > (half := run.train.epochs / 2):
+            console.print(
+                f"train.warmup {warmup:g} is more than half of the epochs: it takes {half:g}", highlight=False
+            )
+        _run(runs, at_once if world == 1 else "1", console, options)
 
 
 def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[str, Any]) -> None:
