@@ -17,6 +17,9 @@ from oqc.cli.predict import read_image
 from oqc.config import Model
 from oqc.train import RunFolder
 
+SMALL = [f"--set=model.{field}" for field in ("width=16", "depth=2", "heads=2")]
+DIGITS = ["--data", "digits", "--device", "cpu", "--precision", "fp32", "--batch", "400", *SMALL]
+
 
 def png(*chunks):
     """The file with these chunks, each a name and its content."""
@@ -142,18 +145,21 @@ def test_the_folder_of_several_runs_names_them(tmp_path):
 
 
 def test_several_seeds_end_with_their_mean(tmp_path):
-    small = [f"--set=model.{field}" for field in ("width=16", "depth=2", "heads=2")]
-    options = ["--data", "digits", "--device", "cpu", "--precision", "fp32", "--epochs", "1", "--batch", "400", *small]
-    lines = oqc("train", *options, "--seeds", "0,1", "--out", tmp_path / "both").splitlines()
+    lines = oqc("train", *DIGITS, "--epochs", "1", "--seeds", "0,1", "--out", tmp_path / "both").splitlines()
+    about = "digits: 1,438 training and 359 test images of 10 classes, 1 x 8 x 8"
+    assert (lines[0], lines.count(about)) == (about, 1)
     best = [json.loads((tmp_path / "both" / name / "summary.json").read_text())["best"] for name in ("s0", "s1")]
     spread = f"{statistics.fmean(best):.2f} ± {statistics.stdev(best):.2f}"
     assert lines[-1].startswith(f"2 runs, mean ± std: best {spread}, final ")
 
 
 def test_a_warmup_that_is_asked_for_and_cut_short_is_told(tmp_path):
-    small = [f"--set=model.{field}" for field in ("width=16", "depth=2", "heads=2")]
-    options = ["--data", "digits", "--device", "cpu", "--precision", "fp32", "--batch", "400", *small, "--epochs"]
-    told = oqc("train", *options, "3", "--set=train.warmup=3", "--seeds=0,1", "--out", tmp_path / "both")
+    told = oqc("train", *DIGITS, "--epochs", "3", "--set=train.warmup=3", "--seeds=0,1", "--out", tmp_path / "both")
     assert told.count("train.warmup 3 is more than half of the epochs: it takes 1.5\n") == 1
     for number, more in enumerate((["3"], ["2", "--set=train.warmup=1"])):
-        assert "train.warmup" not in oqc("train", *options, *more, "--out", tmp_path / str(number))
+        assert "train.warmup" not in oqc("train", *DIGITS, "--epochs", *more, "--out", tmp_path / str(number))
+
+
+def test_the_held_out_part_is_told_with_the_others(tmp_path):
+    told = oqc("train", *DIGITS, "--epochs", "1", "--val", "0.1", "--out", tmp_path / "run").splitlines()[0]
+    assert told == "digits: 1,295 training, 143 validation and 359 test images of 10 classes, 1 x 8 x 8"

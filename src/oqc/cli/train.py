@@ -164,6 +164,7 @@ def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[st
             for path, run in runs.items():
                 if run.data not in datasets:
                     datasets[run.data] = load(run.data)
+                    console.print(_about(datasets[run.data]), highlight=False, markup=False)
                 make.append(partial(_trainer, run, datasets[run.data], path, display, options))
             summaries = train_many(make, at_once if at_once == "auto" else int(at_once))
     except (Stopped, Diverged) as end:
@@ -291,6 +292,14 @@ def _way_on(runs: dict[Path, Run], end: Stopped, *, resume: bool) -> str:
     if resume:
         return ": oqc train " + " ".join(f"--resume {shlex.quote(str(path))}" for path, _ in left)
     return f": give the same command with --seeds {','.join(str(run.train.seed) for _, run in left)}"
+
+
+def _about(data: Dataset) -> str:
+    """What a run is trained on, in a line."""
+    parts = {"training": data.train, "validation": data.val, "test": data.test}
+    *counts, last = [f"{len(part):,} {name}" for name, part in parts.items() if part is not None]
+    size = " x ".join(map(str, data.train.images.shape[1:]))
+    return f"{data.name}: {', '.join(counts)} and {last} images of {len(data.classes)} classes, {size}"
 
 
 def _line(path: Path, summary: Summary) -> str:
