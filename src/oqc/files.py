@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,8 +81,14 @@ def expanded(what: str, path: str) -> Path:
 
 def check_folder(what: str, folder: Path) -> None:
     """Raises, naming `what` wants it, where no file could be written in `folder`, which need not be there yet."""
-    above = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    above = next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.exists(one))
     if not above.is_dir():
         raise ValueError(f"{what} must be a folder that can be written, but {above} is a file")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"{what} must be a folder that can be written, but {above} cannot be")
+    try:
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError
+        tempfile.TemporaryFile(
+            dir=above
+        ).close()  # to root all is allowed, and yet /proc or a read-only disk takes none
+    except OSError:
+        raise ValueError(f"{what} must be a folder that can be written, but {above} cannot be") from None

@@ -56,6 +56,10 @@ def test_rows_say_which_backend_ran(tmp_path, monkeypatch):
         (("--set", "num_classes=0"), "num_classes must be more than 0 and finite, got 0"),
         (("--out", "file/b.json"), "file is a file"),
         (
+            ("--out", "/proc/b.json"),
+            "error: --out /proc/b.json: its place must be a folder that can be written, but /proc cannot be",
+        ),
+        (
             ("--out", "file.svg"),
             "--out file.svg: the figure beside it, file.svg, would have this name; name a .json file",
         ),

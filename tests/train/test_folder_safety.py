@@ -254,3 +254,15 @@ def test_numerics_are_as_before_afterwards(precision: str) -> None:
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_a_file_of_a_run_that_cannot_be_read_is_named_in_plain_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    run_until(tiny_trainer(folder=tmp_path / "run"), 5, 15)
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(ValueError, match=r"run/config\.json cannot be read: Permission denied$"):
+        RunFolder(tmp_path / "run").config()

@@ -85,6 +85,7 @@ def bench(
     if not cuda and any(one.mode == "graph" for one in todo):
         raise ValueError(f"modes: graph needs a CUDA device, got device {own}; use eager or compiled")
     if out is not None:
+        check_folder(f"--out {out}: its place", out.parent)
         if out.exists():
             raise ValueError(f"--out {out} exists; name a new file")
         if out.suffix not in (".json", ".svg"):
@@ -93,7 +94,6 @@ def bench(
         if figure == out or figure.exists():
             what = "would have this name; name a .json file" if figure == out else "exists; name a new file"
             raise ValueError(f"--out {out}: the figure beside it, {figure}, {what}")
-        check_folder(f"--out {out}: its place", out.parent)
     console = Console(stderr=True)
     console.print(f"{len(todo)} cases, batch {batch}, {precision}, on {own}", highlight=False)
     rows = experiment.run_bench(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -105,12 +106,14 @@ class RunFolder:
 
     def read(self, name: str) -> Any:
         path = self.path / name
-        if not path.exists():
-            runs = sorted(str(config.parent) for config in self.path.glob("*/config.json"))
-            inside = f"; runs in it: {', '.join(runs)}" if runs else ""
-            raise ValueError(f"{self.path} is not the folder of a run: it has no {name}{inside}")
         try:
             return json.loads(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            runs = sorted(str(config.parent) for config in self.path.glob("*/config.json"))
+            inside = f"; runs in it: {', '.join(runs)}" if runs else ""
+            raise ValueError(f"{self.path} is not the folder of a run: it has no {name}{inside}") from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         except ValueError:
             raise ValueError(f"{path} is damaged: it is not JSON") from None
 
@@ -133,7 +136,7 @@ class RunFolder:
 
 def seeds_in(folder: Path) -> list[Path]:
     """The runs in the folder of several seeds, one a seed (s0, s1, ...); none where it is a run itself."""
-    if (folder / "config.json").exists():
+    if os.path.exists(folder / "config.json"):
         return []
     runs = [path.parent for path in folder.glob("s*/config.json") if path.parent.name[1:].isdecimal()]
     return sorted(runs, key=lambda run: int(run.name[1:]))
