@@ -99,6 +99,10 @@ def test_models_as_a_table():
             "image_size must be a multiple of patch_size",
         ),
         (
+            ("train", "--data", "digits", "--set", "model.image_size=16", "--dry-run"),
+            "model.image_size must be 8, as the images of digits are, got 16; --set data.image_size=16 resizes them",
+        ),
+        (
             ("train", "--data", "digits", "--complement", "lowrank", "--rank", "0", "--dry-run"),
             "rank must be at least 1, got 0",
         ),

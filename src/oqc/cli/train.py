@@ -227,6 +227,11 @@ def resolve(preset: str | None, model: str | None, changes: list[str]) -> Run:
     if place is not None:  # found again from any folder
         changes = [*changes, f"{place}={expanded(place, data.root or data.name).absolute()}"]
     run = configs.override(run, ends + changes)
+    if (given := run.model.image_size) != size:
+        raise ValueError(
+            f"model.image_size must be {size}, as the images of {data.name} are, got {given};"
+            f" --set data.image_size={given} resizes them"
+        )
     if run.train.seed < 0:
         raise ValueError(f"train.seed must be 0 or more, got {run.train.seed}")
     create_model(run.model, backend=run.train.backend, device="meta")  # every mistake shows before anything starts
