@@ -55,6 +55,12 @@ def test_help_groups_the_commands():
         assert word in text
 
 
+@pytest.mark.parametrize("command", ["prepare", "verify"])
+def test_help_calls_a_data_set_name(command):
+    found = run("data", command, "--help").stdout
+    assert f"oqc data {command} [OPTIONS] {{NAME}}" in found
+
+
 def test_models_json_has_the_published_counts():
     found = {row["name"]: row for row in json.loads(run("models", "--json").stdout)}
     counts = [6.37, 6.97, 7.19, 7.59, 7.59, 6.43, 7.03, 7.25, 7.65, 7.65]

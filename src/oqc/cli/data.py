@@ -16,7 +16,9 @@ from oqc.data import pack, sources
 app = typer.Typer(help="List, prepare and verify data sets.", no_args_is_help=True)
 console = Console(soft_wrap=True, highlight=False)
 
-Name = Annotated[str, typer.Argument(help=f"{', '.join(sources.KNOWN)}, or a path: an image folder, an .npz file.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help=f"{', '.join(sources.KNOWN)}, or a path: an image folder, an .npz file.")
+]
 Root = Annotated[str | None, typer.Option(help="The official archive or folder, or where it lies. Default: download.")]
 Size = Annotated[int | None, typer.Option(help="Resize the images to this side. Default: as they are.")]
 
