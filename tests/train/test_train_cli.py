@@ -291,6 +291,7 @@ def test_every_seed_that_diverges_is_named_and_every_one_that_ends_told(npz: Pat
     wild = options(npz, "--epochs", "2", "--lr", "1e30", "--set", "train.clip=0", "--set", "train.nan_limit=2")
     ended = oqc("train", *wild, "--seeds", "0,1", "--out", str(tmp_path / "a b"))
     assert ended.exit_code == 1
+    assert ended.stderr.count(" steps in a row had a non-finite loss or gradient (train.nan_limit 2); ") == 2
     for seed in (0, 1):
         assert f"the last finite state is in {tmp_path / 'a b' / f's{seed}'}" in ended.stderr
 

@@ -59,11 +59,11 @@ class Stopped(Ended):
 class Diverged(Ended):
     """Too many non-finite steps in a row; the weights are those of the last finite step."""
 
-    def __init__(self, row: int, step: int, folder: Path | None) -> None:
+    def __init__(self, row: int, limit: int, step: int, folder: Path | None) -> None:
         where = f"; the last finite state is in {folder / 'checkpoints'}" if folder else ""
         super().__init__(
             f"stopped at step {step}: {row} steps in a row had a non-finite loss or gradient"
-            f" (train.nan_limit){where}; a lower train.lr or precision fp32 may help"
+            f" (train.nan_limit {limit}){where}; a lower train.lr or precision fp32 may help"
         )
 
 

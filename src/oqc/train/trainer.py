@@ -177,8 +177,8 @@ class Trainer:
             self.prepare()
             if number := stop.heard(self.device):
                 raise Stopped(number, self.done, [self.folder] if self.folder and self._resumed else [])
-            if (row := int(self.step.stats[LONGEST])) >= self.config.train.nan_limit:
-                raise Diverged(row, self.done, self.folder)
+            if (row := int(self.step.stats[LONGEST])) >= (limit := self.config.train.nan_limit):
+                raise Diverged(row, limit, self.done, self.folder)
             self._announce()  # last: what stood in the folder goes only when this run is ready to start
             saved = time.perf_counter()
             self._began = saved - self.seconds
@@ -277,9 +277,9 @@ class Trainer:
             self.progress.status(status)
 
     def _check(self, values: list[float], *, mid_window: bool) -> None:
-        if values[LONGEST] >= self.config.train.nan_limit:
+        if values[LONGEST] >= (limit := self.config.train.nan_limit):
             self._save(mid_window=mid_window)
-            raise Diverged(int(values[LONGEST]), self.done, self.folder)
+            raise Diverged(int(values[LONGEST]), limit, self.done, self.folder)
 
     def _stats(self) -> Tensor:
         """The counters on the host, their sums over all ranks."""
