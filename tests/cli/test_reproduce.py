@@ -132,7 +132,7 @@ def test_a_signal_ends_it_cleanly(number, whole_group, seconds, tmp_path):
         env=os.environ | {"OQC_TEST_MARK": mark}, start_new_session=True,
     )  # fmt: skip
     line = process.stdout.readline()
-    assert line == "table1 on digits: 5 runs, 0 done\n"
+    assert line == "table1 on digits: 5 runs, 0 done  models shrunk for a CPU\n"
     time.sleep(seconds)
     if whole_group:  # as a terminal or a scheduler does
         os.killpg(process.pid, number)

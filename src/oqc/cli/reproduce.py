@@ -47,7 +47,7 @@ def reproduce(
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see `oqc train`
     folder = results or Path("results") / data
     console = Console(stderr=as_json, soft_wrap=True)
-    shown = _Shown(console, f"{suite} on {data}")
+    shown = _Shown(console, f"{suite} on {data}", "models shrunk for a CPU" if data == "digits" else "")
     with shown.bar:
         found = suites.reproduce(
             suite,
@@ -99,8 +99,8 @@ def _outcome(found: suites.Result) -> dict[str, object]:
 class _Shown:
     """A bar over the whole suite on a terminal, and a line for each run that ends."""
 
-    def __init__(self, console: Console, label: str) -> None:
-        self.console, self.label, self.done, self.total = console, label, 0, 0
+    def __init__(self, console: Console, label: str, about: str) -> None:
+        self.console, self.label, self.about, self.done, self.total = console, label, about, 0, 0
         self.ended: set[tuple[str, int]] = set()  # presets and seeds
         columns = (
             TextColumn("{task.description}"),
@@ -114,7 +114,9 @@ class _Shown:
     def begin(self, done: int, total: int, left: float | None) -> None:
         self.done, self.total = done, total
         self.bar.update(self.task, completed=done, total=total, text=_time(left))
-        self.line("  ".join(part for part in (f"{self.label}: {total} runs, {done} done", _time(left)) if part))
+        self.line(
+            "  ".join(part for part in (f"{self.label}: {total} runs, {done} done", self.about, _time(left)) if part)
+        )
 
     def run(self, job: Job) -> Progress:
         return _Epochs(self, job)
