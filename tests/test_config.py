@@ -33,12 +33,15 @@ def test_override():
         ("trian.lr=1", r"unknown field 'trian.lr'; did you mean 'train.lr'\?"),
         ("rank=8", r"unknown field 'rank'; did you mean 'model.ffn.rank'\?"),
         ("image_size=8", "did you mean 'model.image_size' or 'data.image_size'"),
+        ("model.patch=3", r"unknown field 'model.patch'; did you mean 'model.patch_size'\?"),
+        ("modle.ffn.rnk=3", r"unknown field 'modle.ffn.rnk'; did you mean 'model.ffn.rank'\?"),
+        ("model.nope=3", "unknown field 'model.nope'$"),
         ("model.ffn.rank.x=8", "unknown field 'model.ffn.rank.x'"),
         ("train.precision=fp16", "precision must be one of bf16, fp32, fp64, got 'fp16'$"),
         ("train.epochs=ten", "train.epochs must be a whole number, got 'ten'"),
         ("data.flip=maybe", "data.flip must be true or false, got 'maybe'"),
         ("train.epochs=0", "epochs must be more than 0 and finite, got 0"),
-        ("train.mode=fast", "mode must be one of auto, eager, compiled, graph, got 'fast'"),
+        ("train.mode=fast", "mode must be one of auto, eager, compiled, graph, got 'fast'$"),
         ("train.smoothing=1", "smoothing must be at least 0 and less than 1, got 1.0"),
         ("train.betas=0.9", "train.betas must be 2 numbers"),
     ],
@@ -46,6 +49,15 @@ def test_override():
 def test_bad_settings_are_named(setting, message):
     with pytest.raises(ValueError, match=message):
         config.override(Run(), [setting])
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [("foo", ""), ("low", "lowrank"), ("dynamc", "dynamic"), ("un", ""), ("", ""), ("full", "full")],
+)
+def test_a_guess_is_a_beginning_or_close(value, meant):
+    assert config.nearest(value, config.COMPLEMENTS) == (f"; did you mean {meant!r}?" if meant else "")
+    assert config.nearest("foo", config.HOSTS) == ""
 
 
 @pytest.mark.parametrize(

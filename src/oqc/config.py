@@ -164,10 +164,20 @@ def check_choice(name: str, value: object, allowed: typing.Iterable[str]) -> Non
 
 def nearest(value: str, allowed: typing.Iterable[str]) -> str:
     """`; did you mean 'x'?`, or nothing when no allowed name is close."""
-    first, *others = [*difflib.get_close_matches(value, list(allowed), n=2, cutoff=0.5), ""]
+    name = _nearest(value, allowed)
+    return f"; did you mean {name!r}?" if name else ""
+
+
+def _nearest(value: str, allowed: typing.Iterable[str]) -> str:
+    """The one name that begins with `value`, else the one that is most like it; nothing where none or several are."""
+    allowed = list(allowed)
+    begun = [name for name in allowed if value and name.startswith(value)]
+    if len(begun) == 1:
+        return begun[0]
+    first, *others = [*difflib.get_close_matches(value, allowed, n=2, cutoff=0.6), ""]
     if others and others[0] and _likeness(value, first) == _likeness(value, others[0]):
         return ""  # as near as another one
-    return f"; did you mean {first!r}?" if first else ""
+    return first
 
 
 def _likeness(value: str, name: str) -> float:
@@ -295,10 +305,11 @@ def override(config: T, settings: typing.Iterable[str]) -> T:
 
 
 def _unknown(path: str, cls: type) -> ValueError:
-    """With the whole path of what may have been meant: a field of that name, or one whose path is like it."""
-    known, name = list(_paths(cls)), path.rpartition(".")[2]
-    same = [repr(one) for one in known if one.rpartition(".")[2] == name]
-    hint = f"; did you mean {' or '.join(same)}?" if same else nearest(path, known)
+    """With the whole path of what may have been meant: a field of that name, or of one that is like it."""
+    known, name = {one: one.rpartition(".")[2] for one in _paths(cls)}, path.rpartition(".")[2]
+    meant = name if name in known.values() else _nearest(name, dict.fromkeys(known.values()))
+    same = [repr(one) for one, last in known.items() if last == meant]
+    hint = f"; did you mean {' or '.join(same)}?" if same else ""
     return ValueError(f"unknown field {path!r}{hint}")
 
 

@@ -51,6 +51,11 @@ def test_the_widened_baseline_has_its_counterparts_parameters(size, complement):
 def test_unknown_presets_are_told():
     with pytest.raises(ValueError, match="did you mean 'cifar100_lowrank_r56'"):
         presets.get("cifar100_lowrnk_r56")
+    with pytest.raises(ValueError, match=r"^unknown preset 'tiny_' \(there are tiny_imagenet_afbo, [^:]*\)$"):
+        presets.get("tiny_")
+    with pytest.raises(ValueError, match=r"^unknown preset 'foo' \(there are cifar100_afbo, .* and 28 more: a") as end:
+        presets.get("foo")
+    assert len(str(end.value)) < 400
 
 
 def test_the_suites_of_the_paper():

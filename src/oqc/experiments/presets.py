@@ -21,6 +21,8 @@ from oqc.experiments.protocol import (
 )
 from oqc.models.registry import MODELS, TINY_IMAGENET
 
+SHOWN = 12  # at most of the presets that begin as an unknown one does
+
 
 def _cifar100(ffn: FFN, *, readout: bool = True, train: Train = CIFAR100_TRAIN) -> Run:
     return Run(model=Model(readout=readout, ffn=ffn), data=CIFAR100_DATA, train=train)
@@ -361,5 +363,10 @@ PRESETS: dict[str, Callable[[], Run]] = {
 
 def get(name: str) -> Run:
     if name not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}{nearest(name, PRESETS)}")
+        begins = (name[:end] for end in range(len(name), -1, -1))
+        alike = next(found for one in begins if (found := [known for known in PRESETS if known.startswith(one)]))
+        more = f" and {len(alike) - SHOWN} more: a longer beginning shows them" if len(alike) > SHOWN else ""
+        raise ValueError(
+            f"unknown preset {name!r}{nearest(name, PRESETS)} (there are {', '.join(alike[:SHOWN])}{more})"
+        )
     return PRESETS[name]()
