@@ -87,8 +87,7 @@ def check_folder(what: str, folder: Path) -> None:
     try:
         if not os.access(above, os.W_OK | os.X_OK):
             raise PermissionError
-        tempfile.TemporaryFile(
-            dir=above
-        ).close()  # to root all is allowed, and yet /proc or a read-only disk takes none
+        with tempfile.TemporaryFile(dir=above):  # root may do all, and yet /proc or a read-only disk takes no file
+            pass
     except OSError:
         raise ValueError(f"{what} must be a folder that can be written, but {above} cannot be") from None
