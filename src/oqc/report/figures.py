@@ -32,10 +32,11 @@ def accuracy_over_epochs(records: Sequence[Record]) -> str:
                 epochs, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.12, lw=0
             )
     low = min(statistics.fmean(p["test"] for p in r["per_epoch"][len(r["per_epoch"]) // 3 :]) for r in records)
-    axes.set_ylim(max(0.0, low - 6), 100.5 if max(r["best"] for r in records) > 94 else None)
+    bottom = max(0.0, low - 6)  # what is learned in the first epochs would leave the rest a line
+    axes.set_ylim(bottom, 100.5 if max(r["best"] for r in records) > 94 else None)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("Epoch")
-    axes.set_ylabel("Test accuracy (%)")
+    axes.set_ylabel(f"Test accuracy (%), from {bottom:.0f} on" if bottom else "Test accuracy (%)")
     plain(axes)
     axes.legend(frameon=False, loc="lower right")
     return svg(figure)
