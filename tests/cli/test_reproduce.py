@@ -195,7 +195,7 @@ def test_out_of_time(tmp_path):
         (("table1", *DIGITS, "--results", "broken/runs.jsonl"), "broken/runs.jsonl is a file"),
         (
             ("table1", *DIGITS, "--results", "/proc/none"),
-            "--results must be a folder that can be written, got /proc/none",
+            "--results must be a folder that can be written, but /proc cannot be",
         ),
         (("table1", *DIGITS, "--data-dir", "held"), "--data-dir is for cifar100, the digits come with scikit-learn"),
         (("table1", *DIGITS, "--device", "tpu"), "device must be cpu, cuda or cuda:<number>, got 'tpu'"),
