@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -24,9 +25,11 @@ def _join(rank: int, folder: str) -> None:
 
 
 def _leave() -> None:
-    """Together: a rank that goes while the other still talks to it ends that one with an error."""
+    """Together: a rank that goes while the other still talks to it ends that one with an error. And at once: threads
+    that PyTorch takes down with the interpreter can end it with an abort, after all is done."""
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)
 
 
 def _whole(rank: int, folder: str) -> None:
