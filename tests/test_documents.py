@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from oqc.analysis import METRICS, SEPARATION
+from oqc.experiments import demo
 from oqc.experiments.claims import AFBO
 from oqc.experiments.comparison import compare
 from oqc.experiments.sections import nearest_separation
+from oqc.report import read_records, rows, table
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
@@ -26,6 +28,15 @@ def test_generated_documents_are_up_to_date():
     page, files = generate.documents(ROOT)
     for name, text in {**files, "docs/results.md": page.text}.items():
         assert (ROOT / name).read_bytes() == text.encode(), f"{name} is not what the records say: run make results"
+
+
+def test_the_demos_table_is_of_its_records():
+    found = {row["preset"]: row for row in rows(read_records(ROOT / "results" / "demo" / "runs.jsonl"))}
+    names, body = table([found[name] for name in demo.VARIANTS])
+    shown = [place for place, name in enumerate(names) if name != "Images/s"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for line in body:
+        assert f"| {' | '.join(line[place] for place in shown)} |\n" in readme
 
 
 def test_the_separation_beside_the_papers_is_the_baselines_nearest():
