@@ -102,6 +102,13 @@ def test_data_that_moved_is_given_by_its_place_or_the_folder_it_is_in(moved, mon
             oqc(command, "run", "--data-dir", "run", "--device", "cpu")
 
 
+@pytest.mark.parametrize("name", ["crop", "cutout"])
+def test_augmentation_that_leaves_little_of_an_image_is_refused(name):
+    oqc("train", "--data", "digits", "--set", f"data.{name}=8", "--dry-run")
+    with pytest.raises(ValueError, match=rf"data\.{name} must be at most the side of the images, 8, got 9"):
+        oqc("train", "--data", "digits", "--set", f"data.{name}=9", "--dry-run")
+
+
 def test_what_has_no_effect_or_no_meaning_is_refused():
     with pytest.raises(ValueError, match="--rank 8 is that of a complement, and this model has none"):
         oqc("train", "--data", "digits", "--model", "deep_vit_afbo", "--rank", "8", "--dry-run")

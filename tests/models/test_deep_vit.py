@@ -3,6 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import oqc
 from oqc.config import FFN, HOSTS, Model
@@ -68,10 +69,11 @@ def test_flops_of_a_linear_part():
     assert one == 2 * tokens * (4 * width**2 + 2 * width * 1024) + 2 * 2 * tokens**2 * width
 
 
+@pytest.mark.parametrize("complement", ["lowrank", "full"])  # full has no P b, but an O^T b
 @pytest.mark.parametrize("host", ["mlp", "afbo"])
-def test_flops_of_a_complement(host):
+def test_flops_of_a_complement(host, complement):
     """What the report of an injection says of a token, in a block and without weights at hand."""
-    plain, other = (Model(depth=2, ffn=FFN(host=host, complement=c, rank=56)) for c in ("none", "lowrank"))
+    plain, other = (Model(depth=2, ffn=FFN(host=host, complement=c, rank=56)) for c in ("none", complement))
     width, hidden, rank = 256, counting.DeepViT(other, device="meta").blocks[0].ffn.hidden_features, 56
     token = 2 * (2 * width * rank + hidden * rank + rank * rank + rank * width)
     assert counting.flops(other) - counting.flops(plain) == 2 * 64 * token
@@ -211,3 +213,16 @@ def test_built_on_the_meta_device():
     with torch.device("meta"):
         model = oqc.create_model("deep_vit_mlp_full_r64")
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_weights_are_started_off_the_meta_device_as_they_would_have_been():
+    model = oqc.create_model(TINY, complement="dynamic", device="meta").to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 7.0)
+    model.init_weights(3)
+    want = oqc.create_model(TINY, complement="dynamic", seed=3).state_dict()
+    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+    torch.manual_seed(0)
+    model.init_weights()
+    torch.manual_seed(0)
+    assert torch.equal(model.pos_embed, oqc.create_model(TINY, complement="dynamic").pos_embed)

@@ -64,7 +64,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -
     killed.close()
     notes = Notes()
     summary, _ = resume(tmp_path / "run", progress=notes)
-    assert notes.texts == ["no checkpoint yet (one is written every 30 s): from the start"]
+    assert notes.texts == ["no checkpoint yet (one is written after an evaluation, at most every 30 s): from the start"]
     assert without_times(summary) == without_times(tiny_trainer(CONFIG, drop=0.2, val=16).fit())
 
 

@@ -79,7 +79,8 @@ def _call(model: nn.Module, batch: Any) -> None:
         model(**batch)
         return
     x = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if not isinstance(x, Tensor):
+    nothing = x is None or (isinstance(x, (tuple, list)) and not x)
+    if nothing or isinstance(x, (str, bytes, int, float)):  # a model of one's own may take a list, a dict, ...
         raise ValueError(
             "batches must hold tensors, tuples or lists that begin with one, or dicts of keyword arguments, got"
             f" {type(batch).__name__}{'' if x is batch else f' that begins with {type(x).__name__}'}"

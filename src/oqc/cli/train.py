@@ -173,7 +173,7 @@ def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[st
                 console.print(_line(list(runs)[number], found), highlight=False, markup=False)
         reasons = [str(found) for found in end.outcomes.values() if isinstance(found, Diverged)]
         if not console.quiet:
-            told = [str(end) + _way_on(runs, end, resume=options["resume"])] if isinstance(end, Stopped) else []
+            told = [_way_on(runs, end, resume=options["resume"])] if isinstance(end, Stopped) else []
             typer.echo("\n".join([*reasons, *told]), err=True)
         raise typer.Exit(128 + end.signal if isinstance(end, Stopped) else 1) from None
     for path, summary in zip(runs, summaries, strict=True):
@@ -232,6 +232,9 @@ def resolve(preset: str | None, model: str | None, changes: list[str]) -> Run:
             f"model.image_size must be {size}, as the images of {data.name} are, got {given};"
             f" --set data.image_size={given} resizes them"
         )
+    for name in ("crop", "cutout"):
+        if (blank := getattr(run.data, name)) > size:  # most of what is trained on would be
+            raise ValueError(f"data.{name} must be at most the side of the images, {size}, got {blank}")
     if run.train.seed < 0:
         raise ValueError(f"train.seed must be 0 or more, got {run.train.seed}")
     create_model(run.model, backend=run.train.backend, device="meta")  # every mistake shows before anything starts
@@ -290,13 +293,14 @@ def _unfinished(path: Path) -> list[Path]:
 
 
 def _way_on(runs: dict[Path, Run], end: Stopped, *, resume: bool) -> str:
-    """How to start those of several runs that a signal came before."""
+    """What a signal ended, and how to start those of several runs that it came before."""
     left = [list(runs.items())[number] for number in end.unstarted]
     if not left or len(runs) == 1:
-        return ""
+        return str(end)
     if resume:
-        return ": oqc train " + " ".join(f"--resume {shlex.quote(str(path))}" for path, _ in left)
-    return f": give the same command with --seeds {','.join(str(run.train.seed) for _, run in left)}"
+        commands = " ".join(f"--resume {shlex.quote(str(path))}" for path, _ in left)
+        return f"{str(end).replace('not started', 'not continued')}: oqc train {commands}"
+    return f"{end}: give the same command with --seeds {','.join(str(run.train.seed) for _, run in left)}"
 
 
 def _about(data: Dataset) -> str:

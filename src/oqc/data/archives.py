@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+UNUSED = "lost+found"  # a file system keeps it for itself
 CAP = 2 << 30  # bytes an archive may hold when unpacked
 
 
@@ -36,12 +37,12 @@ class Files:
 
 
 def open_folder(path: Path) -> Files:
-    """Hidden files and folders are left out, and so are links that lead nowhere or around in a circle."""
+    """Hidden files and folders are left out, and so are links that lead nowhere or around in a circle, and `UNUSED`."""
     names: list[str] = []
     above: dict[str, tuple[str, ...]] = {str(path): ()}  # of a folder: where those it lies in really are
     for folder, inner, files in os.walk(path, onerror=_unreadable, followlinks=True):
         around = (*above.pop(folder), os.path.realpath(folder))
-        shown = [name for name in inner if not name.startswith(".")]
+        shown = [name for name in inner if not name.startswith(".") and name != UNUSED]
         inner[:] = [name for name in shown if os.path.realpath(f"{folder}/{name}") not in around]
         above |= {os.path.join(folder, name): around for name in inner}
         prefix = Path(folder).relative_to(path).as_posix()

@@ -45,10 +45,6 @@ def load(config: Data) -> Dataset:
     """The data set of a config: verified and packed into the cache the first time, memory-mapped from there after."""
     manifest, arrays = pack.load(sources.prepare(config.name, config.root, config.image_size))
     val, train = None, Split(arrays["train_images"], arrays["train_labels"])
-    side = min(train.images.shape[2:])
-    for name in ("crop", "cutout"):
-        if (given := getattr(config, name)) > side:  # most of what is trained on would be blank
-            raise ValueError(f"data.{name} must be at most the side of the images, {side}, got {given}")
     if config.val:
         kept, held = stratified(train.labels.numpy(), config.val, config.val_seed, "val")
         if not len(held):

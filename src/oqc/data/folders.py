@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from oqc.data import images
-from oqc.data.archives import Files, open_folder
+from oqc.data.archives import UNUSED, Files, open_folder
 from oqc.data.raw import Raw, divide
 
 LIKE_PARTS = ("train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval")
@@ -22,7 +22,7 @@ def read_image_folder(path: Path, image_size: int | None) -> Raw:
     files = open_folder(path)
     if not (path / "train").is_dir():
         classes = _classes(path)
-        parts = [one for one in classes if one.lower() in LIKE_PARTS and any(map(Path.is_dir, (path / one).iterdir()))]
+        parts = [one for one in classes if one.lower() in LIKE_PARTS and any(_folders(path / one))]
         if parts:  # taken for classes, they would be what is learned
             raise ValueError(f"{path} has {', '.join(parts)} with folders in it: name the parts train, and test or val")
         names, labels = _labelled(files, "", classes, classes)
@@ -39,10 +39,16 @@ def read_image_folder(path: Path, image_size: int | None) -> Raw:
     return Raw(pixels[: len(train_names)], train_labels, pixels[len(train_names) :], test_labels, classes)
 
 
-def _classes(folder: Path) -> tuple[str, ...]:
+def _folders(folder: Path) -> Iterator[str]:
+    """Those in it, without hidden ones and links around in a circle."""
     above = (folder.resolve(), *folder.resolve().parents)
-    entries = (entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    classes = sorted(entry.name for entry in entries if entry.resolve() not in above)  # no link around in a circle
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.name.startswith(".") and entry.name != UNUSED and entry.resolve() not in above:
+            yield entry.name
+
+
+def _classes(folder: Path) -> tuple[str, ...]:
+    classes = sorted(_folders(folder))
     if not classes:
         raise ValueError(f"{folder} has no class folders; expected <class>/<image> in it")
     return tuple(classes)

@@ -25,7 +25,8 @@ CHUNK = 64  # images a task
 def eight_bit(image: Image.Image) -> Image.Image:
     """Sixteen-bit grey images in eight bits; Pillow's own conversion would cut everything above 255 off. Where nothing
     tells what is white, as of floats and of TIFF's 32 bits, that is an error."""
-    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
+    tiff = getattr(image, "tag_v2", {})  # tag 258: bits of a pixel
+    if image.mode == "F" or (image.mode == "I" and max(tiff.get(258, (16,))) > 16):
         kind = "floats" if image.mode == "F" else "of 32 bits"
         raise ValueError(f"its pixels are {kind}, and must be whole numbers of 8 or 16 bits")
     if not image.mode.startswith("I"):

@@ -16,9 +16,9 @@ def fold(model: nn.Module) -> nn.Module:
     """Keeps G and M in every complement whose output projection is a plain linear map; freezes the model, which
     `oqc.remove` undoes, and puts it into evaluation mode.
 
-    The outputs stay as they are up to rounding. Weights that change afterwards are not followed. Cast a model to half
-    precision before folding, not after: G and M are kept in float32. Where the fused kernels run, they make both with
-    every batch, in a launch beside others.
+    The outputs stay as they are up to rounding. Weights that change afterwards are not followed, but where the fused
+    kernels run, which make both with every batch, in a launch beside others. Cast a model to half precision before
+    folding, not after: G and M are kept in float32.
     """
     folded = False
     for _, module in complements(model):

@@ -111,7 +111,7 @@ class DeepViT(nn.Module):
     ) -> None:
         super().__init__()
         check_dtype(dtype)
-        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else whole("seed", seed, 0)
+        seed = _seed(seed)
         factory = {"device": device, "dtype": dtype}
         self.config = config
         tokens = (config.image_size // config.patch_size) ** 2
@@ -125,14 +125,19 @@ class DeepViT(nn.Module):
             self.init_weights(seed)
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Matrices and positions: normal, std 0.02, cut at two; biases 0; depthwise maps as PyTorch starts them."""
+    def init_weights(self, seed: int | None = None) -> None:
+        """Matrices and positions: normal, std 0.02, cut at two; biases 0; depthwise maps as PyTorch starts them. Also
+        of a model that came off the meta device."""
+        seed = _seed(seed)
         for prefix, module in self.named_modules():
+            if isinstance(module, (nn.LayerNorm, PenultimateResidual)):
+                module.reset_parameters()
+                continue
             if isinstance(module, Complement):
                 module.init_weights(seeding.generator(seed, "branch", prefix, device=module.lift.weight.device))
                 continue
             for name, parameter in module.named_parameters(prefix, recurse=False):
-                if ".complement." in name or isinstance(module, (nn.LayerNorm, PenultimateResidual)):
+                if ".complement." in name:
                     continue
                 generator = seeding.generator(seed, "host", name, device=parameter.device)
                 if name.endswith("bias"):
@@ -204,3 +209,8 @@ class DeepViT(nn.Module):
             named |= {f"blocks.{i}.{name}": value for name, value in parts.items()}
         named["features"] = self.pool(x, penultimate)
         return self.head(named["features"]), named
+
+
+def _seed(given: int | None) -> int:
+    """The one given, or one drawn from PyTorch's generator."""
+    return int(torch.randint(2**62, (), device="cpu")) if given is None else whole("seed", given, 0)

@@ -17,5 +17,8 @@ class PenultimateResidual(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))  # FSDP2 refuses scalars
 
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.gamma)
+
     def forward(self, last: Tensor, penultimate: Tensor) -> Tensor:
         return reference.readout(last, penultimate, self.gamma)

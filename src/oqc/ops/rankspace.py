@@ -104,5 +104,11 @@ def output(
     y = F.linear(b, weight, bias)
     if kappa is None:
         return y + branch
-    plain = y if bias is None else F.linear(b, weight)  # y less a large bias would have lost the digits of W b
-    return (upcast(y) + kappa * upcast(plain) + branch).to(y.dtype)  # summed before it is rounded
+    wide = upcast(y)
+    if bias is None:
+        plain = wide
+    elif torch.is_grad_enabled():
+        plain = upcast(F.linear(b, weight))  # the gate's gradient is of W b, whose digits a large bias takes from y
+    else:
+        plain = wide - bias
+    return (wide + kappa * plain + branch).to(y.dtype)  # summed before it is rounded

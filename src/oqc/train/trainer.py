@@ -127,8 +127,9 @@ class Trainer:
         if found is not None:
             self._load(*found[:2])
             self._notices += found[2]
-        elif resume:
-            self._notices.append(f"no checkpoint yet (one is written every {save_seconds:g} s): from the start")
+        elif target is not None and resume:
+            how = f"one is written after an evaluation, at most every {save_seconds:g} s"
+            self._notices.append(f"no checkpoint yet ({how}): from the start")
         self.recorder = recorder.Recorder(
             target if self.rank == 0 else None, config, newest=newest, tensorboard=tensorboard
         )
