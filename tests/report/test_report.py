@@ -1,4 +1,5 @@
 import json
+import math
 import re
 
 import pytest
@@ -95,6 +96,15 @@ def test_nothing_is_left_of_a_file_that_could_not_be_put_in_place(tmp_path):
         ('{"diverged": {}}\n', "line 1: the record has no preset, seed, per_epoch, config, environment"),
         (json.dumps(record(seed=1) | {"diverged": {"epoch": 1}}) + "\n", "line 1: diverged cannot be {'epoch': 1}"),
         ("\x00\xff\xfe\n", "line 1: not a JSON object"),
+        ("[" * 100_000 + "\n", "line 1: not a JSON object"),
+        (json.dumps(record(seed=1) | {"at_once": 0}) + "\n", "line 1: at_once cannot be 0"),
+        (json.dumps(record(seed=1) | {"seconds": "x"}) + "\n", "line 1: seconds cannot be 'x'"),
+        (json.dumps(record(seed=1) | {"seconds": math.nan}) + "\n", "line 1: seconds cannot be nan"),
+        (json.dumps(record(seed=1) | {"best": True}) + "\n", "line 1: best cannot be True"),
+        (
+            json.dumps(record(seed=1) | {"environment": {"versions": "x"}}) + "\n",
+            "line 1: versions of environment cannot be 'x'",
+        ),
         (json.dumps(record(seed=1)) + "\n" + json.dumps(record()) + "\n", r"line 3: AFBO\+PR, seed 0 is in line 2"),
     ],
 )

@@ -404,7 +404,9 @@ def test_plain_pages_say_what_they_can():
 
 def test_unknown_presets_stand_apart():
     page = results_page([*suite({}, presets=(AFBO,)), run(FULL, 0, 1.0) | {"preset": "mine"}])
-    assert "## Other runs\n\n| Model |" in page.text
+    apart = page.text.partition("## Other runs\n\n")[2]
+    assert apart.startswith("On cifar100, or of no preset: no part of what stands above. 1 run on NVIDIA H200")
+    assert "Training: " in apart
     assert "| mine | 1.00 |" in page.text
 
 

@@ -127,7 +127,9 @@ def results_page(records: Sequence[Record]) -> Page:
     ]
     others = [record for record in finished(records) if not _is_of_suites(record)]
     if others:
-        parts.append(f"## Other runs\n\n{markdown_table(*table(rows(others)))}")
+        names = dict.fromkeys(record["config"].get("data", {}).get("name", "an unnamed data set") for record in others)
+        lead = f"On {' and '.join(names)}, or of no preset: no part of what stands above. {_trained(others)}"
+        parts.append(f"## Other runs\n\n{lead}\n{markdown_table(*table(rows(others)))}")
     text = "\n".join(part.strip("\n") + "\n" for part in parts if part)
     return Page(text, {f"{FIGURES}/{name}.svg": svg for name, svg in figures.items()})
 
@@ -170,8 +172,7 @@ def _plain_page(records: Sequence[Record]) -> Page:
     order = {preset: place for place, preset in enumerate(PRESETS)}
     found = sorted(rows(records), key=lambda row: order.get(row["preset"], len(order)))
     diverged = f"{line}\n\n" if (line := diverged_line(records)) else ""
-    trained = f"{_runs(records)}. Training: {_training(records)}.\n"
-    text = f"# Results: {name}\n\n{MARK}\n\n{trained}\n{diverged}{small}{markdown_table(*table(found))}"
+    text = f"# Results: {name}\n\n{MARK}\n\n{_trained(records)}\n{diverged}{small}{markdown_table(*table(found))}"
     records = finished(records)
     presets = {record["preset"] for record in records}
     curves = {(record["preset"], len(record["per_epoch"])) for record in records}
@@ -184,6 +185,10 @@ def _plain_page(records: Sequence[Record]) -> Page:
 def _shown(name: str) -> str:
     """A figure with its caption."""
     return f"\n![{name.replace('-', ' ')}]({FIGURES}/{name}.svg)\n\n*{CAPTIONS[name]}*\n"
+
+
+def _trained(records: Sequence[Record]) -> str:
+    return f"{_runs(records)}. Training: {_training(records)}.\n"
 
 
 def _training(records: Sequence[Record]) -> str:

@@ -36,6 +36,15 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "config": dict,
     "environment": dict,
 }
+MAY_HAVE: dict[str, type | tuple[type, ...]] = {
+    "seconds": (int, float),
+    "setup_seconds": (int, float),
+    "wall_seconds": (int, float),
+    "images_per_s_alone": (int, float),
+    "at_once": int,
+    "shared_device": bool,
+    "note": str,
+}
 DIVERGED = {"diverged": dict} | {n: FIELDS[n] for n in ("preset", "seed", "per_epoch", "config", "environment")}
 MECHANISM = (
     "before", "after", "chance", "hidden_cosine", "gate_mean", "gate_std", "gate_token_std", "effective_rank",
@@ -57,7 +66,7 @@ def read_records(path: Path) -> list[Record]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines) and not line.endswith(b"\n"):
                 break
             raise ValueError(f"{path}, line {number}: not a JSON object") from None
@@ -78,10 +87,15 @@ def _fault(record: Any) -> str:
     missing = [name for name in fields if not isinstance(record, dict) or name not in record]
     if missing:
         return f"the record has no {', '.join(missing)}"
-    for name, kind in fields.items():
+    for name, kind in (fields | {name: kind for name, kind in MAY_HAVE.items() if name in record}).items():
         value = record[name]
         if not isinstance(value, kind) or (isinstance(value, float) and not math.isfinite(value)):
             return f"{name} cannot be {value!r}"
+        if isinstance(value, bool) is not (kind is bool) or (name == "at_once" and value == 0):
+            return f"{name} cannot be {value!r}"
+    for name, kind in {"versions": dict, "gpu": str, "commit": str, "python": str}.items():
+        if not isinstance(record["environment"].get(name), (kind, type(None))):
+            return f"{name} of environment cannot be {record['environment'][name]!r}"
     if not isinstance(record["config"].get("data", {}), dict):
         return f"data of config cannot be {record['config']['data']!r}"
     for point in record["per_epoch"]:
