@@ -193,6 +193,19 @@ def test_a_wrapper_that_only_pushes_as_transformers_models_do_is_none(tmp_path):
         save(wrapper, tmp_path)
 
 
+def test_a_quantised_layer_is_named(tmp_path):
+    model = vit()
+    fc2 = model.blocks[0].mlp.fc2
+    weight = nn.Parameter((127 * fc2.weight).to(torch.int8), requires_grad=False)
+    del fc2.weight
+    fc2.register_parameter("weight", weight)
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.mlp\.fc2 \(Linear\) is quantised: save the model before that, or its"
+    ):
+        save(model, tmp_path, arguments=ARGUMENTS)
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_injections_are_not_taken_for_one(tmp_path):
     model = timm.create_model("vit_tiny_patch16_224", **ARGUMENTS)
     for block, rank in zip(model.blocks, (2, 4), strict=False):

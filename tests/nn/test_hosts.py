@@ -138,3 +138,9 @@ def test_norm_layer_and_dropout_stand_between_h_and_the_output():
     ffn = OQCFFN(8, 16, norm_layer=nn.LayerNorm, drop=0.5, complement="none").eval()
     x = torch.randn(2, 3, 8)
     assert torch.equal(ffn(x), ffn.host.fc2(ffn.host.norm(F.gelu(ffn.host.fc1(x)))))
+
+
+@pytest.mark.parametrize("shape", [(9, 16), (16,), (2, 4, 2, 2, 16)])
+def test_afbo_says_which_shapes_it_takes(shape):
+    with pytest.raises(ValueError, match=rf"takes \[B, N, D\] or \[B, h, w, D\], got {len(shape)} dimensions"):
+        OQCFFN(16, 48, host="afbo", rank=4)(torch.randn(shape))

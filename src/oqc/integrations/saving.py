@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from oqc.files import check_folder, write_whole
 from oqc.integrations import bases
 from oqc.integrations.bases import Base
+from oqc.integrations.finding import quantised
 from oqc.integrations.folding import fold
 from oqc.integrations.injection import is_folded, restore, specification
 from oqc.integrations.wrappers import check_model, uncompiled
@@ -55,6 +56,12 @@ def save(
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if meta is not None:
         raise ValueError(f"{meta} is on the meta device: there are no weights to save")
+    layer = quantised(model)
+    if layer is not None:
+        raise ValueError(
+            f"{layer} is quantised: save the model before that, or its state_dict() with torch.save, which"
+            " load_state_dict(..., assign=True) brings back"
+        )
     base = bases.describe(model, name, arguments)
     record = {
         "format": FORMAT,

@@ -159,6 +159,8 @@ class AFBO(Host):
 
     def mix(self, *maps: Tensor) -> Tensor:
         a, b = maps
+        if a.dim() not in (3, 4):
+            raise ValueError(f"the afbo host takes [B, N, D] or [B, h, w, D], got {a.dim()} dimensions")
         if a.dim() == 4:  # [B, h, w, H], already a grid
             return F.gelu(_on_grid(self.spatial_a, a)) * _on_grid(self.spatial_b, b)
         rows, columns = self.grid_of(a.shape[1])
