@@ -131,7 +131,7 @@ def _signalled_between(rank: int, folder: str) -> None:
         return finish(self)
 
     Trainer._finish = signalled  # type: ignore[method-assign]
-    with pytest.raises(Stopped, match="1 run was not started") as end:
+    with pytest.raises(Stopped, match="1 more run is left") as end:
         train_many([lambda: tiny_trainer(CONFIG)] * 2)
     assert isinstance(end.value.outcomes[0], Summary)
     _leave()

@@ -253,7 +253,7 @@ def test_a_signal_to_one_rank_stops_both_in_order(npz: Path, tmp_path: Path, see
             rank.kill()
     assert [rank.returncode for rank in ranks] == [143, 143], errors
     assert re.search("stopped by SIGTERM after step .*oqc train --resume", errors[0])
-    assert ("1 run was not started: give the same command with --seeds 1" in errors[0]) is (seeds == "0,1")
+    assert ("1 more run is left: give the same command with --seeds 1" in errors[0]) is (seeds == "0,1")
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ def test_a_stop_tells_of_this_commands_runs_alone(npz: Path, tmp_path: Path, mon
     ended = oqc("train", *options(npz, "--epochs", "2"), *out, "--overwrite")
     assert ended.exit_code == 128 + signal.SIGTERM
     assert [f"s{seed}: best" in ended.stdout for seed in range(3)] == [True, False, False]
-    assert "1 run was not started" in ended.stderr
+    assert "1 more run is left" in ended.stderr
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -360,7 +360,7 @@ def test_what_a_stop_of_several_seeds_says_brings_them_to_their_end(
     with monkeypatch.context() as patch:
         stop_in_seed_1(patch)
         ended = oqc(*command, "0,1,2")
-    way = f"continue with: oqc train --resume {runs / 's1'}; 1 run was not started: give the same command with"
+    way = f"continue with: oqc train --resume {runs / 's1'}; 1 more run is left: give the same command with"
     assert f"{way} --seeds 2\n" in ended.stderr
     ended = oqc("train", "--resume", str(runs if together else runs / "s1"))
     assert ended.exit_code == 0, ended.output

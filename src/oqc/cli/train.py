@@ -299,7 +299,7 @@ def _way_on(runs: dict[Path, Run], end: Stopped, *, resume: bool) -> str:
         return str(end)
     if resume:
         commands = " ".join(f"--resume {shlex.quote(str(path))}" for path, _ in left)
-        return f"{str(end).replace('not started', 'not continued')}: oqc train {commands}"
+        return f"{end}: oqc train {commands}"
     return f"{end}: give the same command with --seeds {','.join(str(run.train.seed) for _, run in left)}"
 
 

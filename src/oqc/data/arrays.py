@@ -36,7 +36,7 @@ def read_npz(path: Path) -> Raw:
             arrays = {name: file[name] for name in file.files}
     except Exception as error:  # a damaged file can fail in any way
         why, _, _ = str(error).partition("\n")
-        if path.stat().st_size and "pickled" in why and not zipfile.is_zipfile(path):
+        if "pickled" in why and not zipfile.is_zipfile(path):
             why = "it is no zip archive, as an .npz is"
         raise ValueError(f"{path} can't be read as .npz: {why}") from None
     missing = [name for name in REQUIRED if name not in arrays]

@@ -177,13 +177,14 @@ class DeepViT(nn.Module):
         y = None
         for i, (block, weights) in enumerate(zip(self.blocks, folded, strict=True)):
             penultimate, then = x, None if weights is None else self._norm_after(i, x)
-            given = (x,) if weights is None else (x, weights)  # a block of another kind may take no more
             if then is not None:
                 if y is None:  # not in the block: it is compiled in two forms, and would be in three
                     x, y = block.enter(x)  # type: ignore[operator]
                 x, y = block(x, weights, y, then)
-            else:
-                x, y = block(*given) if y is None else block(*given, y), None
+            elif y is not None:
+                x, y = block(x, weights, y), None
+            else:  # a block of another kind may take no more
+                x = block(x) if weights is None else block(x, weights)
         return self.pool(x, penultimate)
 
     def _norm_after(self, i: int, x: Tensor) -> ops.Norm | None:

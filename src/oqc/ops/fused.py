@@ -223,8 +223,9 @@ def _zeros(like: Tensor, count: int) -> list[tuple[Tensor, None]]:
 def _no_bias(m: Tensor, nothing: Tensor | None) -> Tensor:
     """Zeros for a map without a bias: of those that are there, where they are enough, which takes no launch."""
     count = m.shape[0]
-    fits = nothing is not None and nothing.dtype == m.dtype and count <= len(nothing)
-    return nothing[:count] if fits and nothing is not None else m.new_zeros(count)
+    if nothing is None or nothing.dtype != m.dtype or count > len(nothing):
+        return m.new_zeros(count)
+    return nothing[:count]
 
 
 def _whole(x: Tensor | None) -> Tensor | None:

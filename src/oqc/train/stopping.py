@@ -51,7 +51,7 @@ class Stopped(Ended):
             each = (f"--resume {shlex.quote(str(folder))}" for folder in folders)
             text += f"; continue with: oqc train {' '.join(each)}"
         if unstarted:
-            text += f"; {'1 run was' if len(unstarted) == 1 else f'{len(unstarted)} runs were'} not started"
+            text += f"; {'1 more run is' if len(unstarted) == 1 else f'{len(unstarted)} more runs are'} left"
         super().__init__(text)
         self.signal, self.step, self.folders, self.unstarted = number, step, folders, unstarted
 
