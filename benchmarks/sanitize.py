@@ -50,9 +50,11 @@ NETWORKS = [
     *(("afbo", name, LARGE, HALF) for name in ("full", "dynamic")),
     *(("mlp", name, {**SMALL, "width": 264}, HALF) for name in ("full", "lowrank")),  # the gradient of z in two loops
 ]
+BLOCKS = (("lowrank", 5, 32), ("full", 13, 40), ("dynamic", 83, 40), ("dynamic", 30, 272))
 KERNELS = (
     *("_spatial_forward", "_spatial_backward", "_fold_forward", "_fold_backward"),
-    *("_coefficients", "_combination", "_gradient_of_z", "_rounded", "_gradients", "_norm_forward", "_norm_backward"),
+    *("_coefficients", "_combination", "_rows", "_gradient_of_z", "_rounded", "_gradients"),
+    *("_norm_forward", "_norm_backward"),
     *("_mix_forward", "_mix_backward", "_attention_forward", "_attention_backward", "_column_sums"),
     *("_adamw_squares", "_adamw_update", "_adamw_count"),
 )
@@ -72,9 +74,9 @@ def network(device: torch.device, host: str, complement: str, size: dict[str, An
 
 
 def block(device: torch.device, complement: str, rank: int, width: int) -> None:
-    """A step of Deep-ViT of one block under autocast: a residual stream in float32, the norms of it, and AdamW."""
-    ffn = FFN(host="afbo", complement=complement, rank=rank, hidden=41)
-    model = DeepViT(Model(width=width, heads=2, depth=1, readout=False, ffn=ffn), backend="triton", device=device)
+    """A step of Deep-ViT of two blocks under autocast: a residual stream in float32, the norms of it, and AdamW."""
+    ffn = FFN(host="afbo", complement=complement, rank=rank, hidden=97)
+    model = DeepViT(Model(width=width, heads=2, depth=2, readout=False, ffn=ffn), backend="triton", device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         y = model(torch.randn(3, 3, 32, 32, device=device))
     y.float().square().sum().backward()
@@ -97,7 +99,7 @@ def sums(device: torch.device, rows: int, columns: int) -> None:
 def launches(device: torch.device) -> list[Callable[[], None]]:
     return [
         *(partial(network, device, *one) for one in NETWORKS),
-        *(partial(block, device, *one) for one in (("lowrank", 5, 32), ("full", 13, 40), ("dynamic", 30, 272))),
+        *(partial(block, device, *one) for one in BLOCKS),
         *(partial(attention, device, *one) for one in ((17, 3, 16), (64, 8, 32), (65, 2, 32), (1, 1, 64))),
         *(partial(sums, device, *one) for one in ((47, 33), (5001, 33))),
     ]

@@ -148,7 +148,7 @@ def test_a_block_of_ones_own_need_not_take_more_than_it_did(ahead, monkeypatch):
         def forward(self, x, folded=None):
             return super().forward(x, folded)
 
-    monkeypatch.setattr(norm, "AHEAD", ahead)
+    monkeypatch.setattr(norm, "MOST_AHEAD", 256 * ahead)
     model, x = tiny("lowrank", backend="triton"), torch.randn(1, 1, 8, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         before = model(x)

@@ -20,7 +20,7 @@ from oqc import ops
 from oqc.config import FFN, Model, Train
 from oqc.models import DeepViT
 from oqc.nn import OQCFFN
-from oqc.ops import device, norm, triton_fold
+from oqc.ops import device, triton_complement, triton_fold
 from oqc.train.optim import make_optimizer
 
 
@@ -75,9 +75,8 @@ def main(capability: int, shared_memory: int) -> None:
     driver.set_active(Absent(capability))
     JITFunction.run = compile_only(JITFunction.run)
     device.INTERPRETED = True  # so that tensors of a CPU go to the kernels
-    triton_fold.shared_memory = lambda device: shared_memory
+    triton_fold.shared_memory = triton_complement.shared_memory = lambda device: shared_memory
     blocks("lowrank", 128)
-    norm.AHEAD = True
     blocks("dynamic", 120, depth=2)
     blocks("full", 128, depth=2)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

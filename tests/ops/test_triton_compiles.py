@@ -34,7 +34,7 @@ def test_every_kernel_compiles_and_fits(capability: int, monkeypatch: pytest.Mon
     for line in ran.stdout.splitlines():
         found = json.loads(line)
         most[found["kernel"]] = max(most.get(found["kernel"], 0), found["shared"])
-    assert most.keys() == set(KERNELS)
+    assert most.keys() == {*KERNELS} - ({"_rows"} if GPUS[capability] < 1 << 17 else set())  # where it has no room
     assert {name: size for name, size in most.items() if size > GPUS[capability]} == {}
 
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import oqc
 from oqc import ops
 from oqc.config import FFN, Model
-from oqc.ops import fused, operators, triton_norm
+from oqc.ops import fused, operators, triton_complement, triton_norm
 from oqc.ops import norm as norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -361,15 +361,21 @@ def then_norm(case, p, norm):
         return s if isinstance(s, tuple) else ops.residual_norm(s, None, norm, backend="triton")
 
 
+@pytest.mark.parametrize("room", ["for all", "but for z", "none"])
 @pytest.mark.parametrize("case", AHEAD, ids=str)
-def test_the_kernel_before_makes_the_same_norm(case, guards, monkeypatch):
+def test_the_kernel_before_makes_the_same_norm(case, room, guards, monkeypatch):
     """As the three kernels that it takes the place of, with one rounding of z and of the norm each."""
     monkeypatch.setattr(norms, "wanted", lambda backend, x: True)
+    most = norms.MOST_AHEAD
+    if room == "but for z":
+        monkeypatch.setattr(triton_complement, "MOST_OWN_LANES", 0)
+    if room == "none":
+        monkeypatch.setattr(triton_complement, "shared_memory", lambda device: 0)
     norm, p = layer(case.width), leaves(tensors(case, 2, 3, 1, 0), torch.float32)
     wanted = [*p.values(), *norm.parameters()]
     found = []
     for ahead in (False, True):
-        monkeypatch.setattr(norms, "AHEAD", ahead)
+        monkeypatch.setattr(norms, "MOST_AHEAD", most if ahead else 0)
         before = guards.count
         s, n = then_norm(case, p, norm)
         assert used(then_norm, case, p, norm) == [not ahead, 0]
@@ -387,7 +393,6 @@ def test_the_kernel_before_makes_the_same_norm(case, guards, monkeypatch):
 
 def test_opcheck_of_a_network_with_the_next_norm(monkeypatch):
     monkeypatch.setattr(norms, "wanted", lambda backend, x: True)
-    monkeypatch.setattr(norms, "AHEAD", True)
     seen, case, network = [], AHEAD[0], operators.ffn
     monkeypatch.setattr(operators, "ffn", lambda *args: seen.append(args) or network(*args))
     then_norm(case, leaves(tensors(case, 1, 3, 1, 0), torch.float32), layer(case.width))
@@ -402,7 +407,6 @@ def test_opcheck_of_a_network_with_the_next_norm(monkeypatch):
 
 
 def test_a_model_leaves_norms_to_the_kernel_before_unless_somebody_watches(monkeypatch):
-    monkeypatch.setattr(norms, "AHEAD", True)
     config = dataclasses.replace(
         TINY, image_size=4, width=16, depth=3, ffn=FFN(complement="lowrank", rank=4, hidden=24)
     )
@@ -425,7 +429,7 @@ def test_a_model_leaves_norms_to_the_kernel_before_unless_somebody_watches(monke
     assert used(evaluate, model, x) == [4, 0]  # the hooked one is the module's, the one before is made ahead
     model.blocks[2].norm1._forward_hooks.clear()
     compiled = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"))
-    monkeypatch.setattr(norms, "AHEAD", False)
+    monkeypatch.setattr(norms, "MOST_AHEAD", 0)
     assert used(evaluate, model, x) == [6, 0]
     for a, b, c in zip(gradients(model), found, compiled, strict=True):
         assert error(b, a.double()) <= 1e-2

@@ -19,8 +19,7 @@ from oqc.ops.modules import has_hooks
 
 HALF = (torch.bfloat16, torch.float16)
 MOST_WIDTH = 2048  # beyond it a row no longer fits a program's registers
-AHEAD = False  # whether a network's last kernel makes the norm of its output as well: not measured yet
-MOST_AHEAD = 256  # as wide an output has room in that kernel
+MOST_AHEAD = 256  # as wide rows have room in the kernel that makes the norm of a network's output
 
 Norm = tuple[Tensor, Tensor, float]  # weight, bias, eps
 
@@ -28,15 +27,15 @@ Norm = tuple[Tensor, Tensor, float]  # weight, bias, eps
 def residual_norm(x: Tensor, y: Tensor | None, norm: nn.Module, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """s = x + y (x itself without y), and norm(s): in autocast's dtype from the kernels, as the norm gives it else."""
     if _chosen(x, y, norm, backend):
-        s, n, _ = _ResidualNorm.apply(x, y, norm.weight, norm.bias, norm.eps, torch.get_autocast_dtype(x.device.type))
-        return s, n
+        dtype = torch.get_autocast_dtype(x.device.type)
+        return _ResidualNorm.apply(x, y, norm.weight, norm.bias, norm.eps, dtype, None, None)[:2]
     s = x if y is None else x + y
     return s, norm(s)
 
 
 def ahead(x: Tensor, norm: Any, *, backend: str = "auto") -> Norm | None:
     """What of a LayerNorm the kernel that makes such an x needs to make norm(x) too, if there is one that can."""
-    if not AHEAD or x.shape[-1] > MOST_AHEAD or not _chosen(x, None, norm, backend):
+    if x.shape[-1] > MOST_AHEAD or not _chosen(x, None, norm, backend):
         return None
     return norm.weight, norm.bias, norm.eps
 
@@ -129,8 +128,8 @@ class _ResidualNorm(torch.autograd.Function):
         bias: Tensor,
         eps: float,
         dtype: torch.dtype,
-        n: Tensor | None = None,
-        stats: Tensor | None = None,
+        n: Tensor | None,  # no default: torch 2.11 compiles a Function by the number of its arguments
+        stats: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if n is not None and stats is not None:
             return x.view_as(x), n.view_as(n), stats.view_as(stats)

@@ -107,27 +107,27 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
         else:
             triton_mix.forward(a, c, form.mix, out=b)
         saved: Sequence[Tensor] = _empty(x, 5)
-        then = None
-        width, host, t = width_of(stack.shape[0], form), x.new_empty(0), None
-        apart = form.space == "hidden" or (form.space != "host" and residual is not None)
+        width, rest = width_of(stack.shape[0], form), None if residual is None else residual.contiguous()
+        apart = form.space == "hidden" or (form.space != "host" and rest is not None)
+        host = x.new_empty(0)
         if apart:  # W b by itself: a kernel adds what comes to it
             host = b @ host_rows(stack, form).T
-            t = host[:, width:]
         if form.space != "host":
-            branch = (u, v, given.gate if logit is None else logit[:, 0], stack, gram_of(stack, given.exact, form))
-            if given.gamma is not None:
-                y = residual.new_empty(residual.shape)
+            branch = (b, u, v, given.gate if logit is None else logit[:, 0], stack, gram_of(stack, given.exact, form))
+            options = {**kind_of(form), "save": form.save, "out": z}
+            if given.gamma is not None and rest is not None:
                 norm = (given.gamma, given.beta, form.norm_eps)
-                then = triton_complement.Next(host[:, :width], stack, bias, residual.contiguous(), *norm, y, n, stats)
-            saved = triton_complement.coefficients(b, *branch, **kind_of(form), save=form.save, out=z, t=t, then=then)
-        if apart:
-            if then is None:
-                parts = (host[:, :width], z[:, : padded_rank(form)], stack, bias, saved[-1])
-                y = triton_complement.combination(*parts, None if residual is None else residual.contiguous())
-            host = host if form.space == "hidden" else x.new_empty(0)
-        else:
+                saved, y, n, stats = triton_complement.rows(*branch, bias, rest, *norm, **options, host=host)
+            else:
+                t = host[:, width:] if apart else None
+                saved = triton_complement.coefficients(*branch, **options, t=t)
+        if apart and given.gamma is None:
+            parts = (host[:, :width], z[:, : padded_rank(form)], stack, bias, saved[-1])
+            y = triton_complement.combination(*parts, rest)
+        elif not apart:
             y = F.linear(both[:, : stack.shape[1]], stack[:width], cast(bias, x))
-            y = y if residual is None else residual + y
+            y = y if rest is None else rest + y
+        host = host if form.space == "hidden" else x.new_empty(0)
     return (y, *((proj, both, *saved, host) if form.save else _empty(x, 8)), n, stats)
 
 

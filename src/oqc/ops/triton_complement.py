@@ -4,8 +4,8 @@ With S = [W M; P 0; 0 G], M = W O and G = O^T O (`triton_fold`; full OQC: O^T fo
 
     coefficients   t = P b (full: O^T b) and q = RMSNorm(u * v) give kappa and z as in `rankspace.coefficients`
     then           y = [b | z] [W M]^T + bias, one GEMM where b and z lie side by side and kappa is 0;
-    combination    y = (1 + kappa) W b + M z + bias elsewhere, and where the residual is added too; or `coefficients`
-                   itself goes on to that sum and the LayerNorm of it (`Next`), z at hand
+    combination    y = (1 + kappa) W b + M z + bias elsewhere, and where the residual is added too;
+    rows           that sum and the LayerNorm of it in one, and where it has the room z as well
     gradients      dz = dy M, then [(1 + kappa) dy | dt | w], du, dv and the gate's, with q recomputed from u and v
 
 One GEMM of the last buffer's first columns against S yields db, and one of all of it against [b | z | 1] the gradients
@@ -31,6 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oqc.ops import triton_norm
+from oqc.ops.device import processors, shared_memory
 from oqc.ops.layout import aligned, cdiv, gradient_tokens, lanes
 
 HIDDEN, RANK, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -43,8 +45,9 @@ GATES = {"scalar": 0, "token": 1, "logit": 2, "beta": 3}
 # pipelined.
 UNPIPELINED = 1
 ROUNDED_TOKENS = 8  # a program
-# Of a program that has whole rows of the output; registers a thread at the most, None for the compiler's choice.
-NEXT_TOKENS, NEXT_WARPS, NEXT_REGISTERS = 32, 8, None
+# By measurement, of programs that walk over whole rows: tokens at a time, warps, and blocks of rows on their way.
+ROW_TOKENS, ROW_WARPS, ROW_STAGES = 32, 8, 3
+MOST_OWN_LANES = 64  # of a rank whose z is made there too
 SHORT_LOOP = 256  # as wide a dy is better read once without a pipeline than twice with one
 # So far from 0 that what is divided by it stays finite, so near that rounding does not tell it from 0.
 LEAST_KEEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-24, torch.float16: 2.0**-12}
@@ -131,6 +134,50 @@ def _load_rows(base, row, live, stride: tl.constexpr, column, limit: tl.constexp
     return tl.load(at, mask=live[:, None] & (column < limit)[None, :], other=0.0)
 
 
+@triton.jit
+def _make_z(
+    s, t, g, scale, size, eps, least,
+    hidden: tl.constexpr, rank: tl.constexpr,
+    SPACE: tl.constexpr, NORMALISE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """z from s = u * v, t, G, the gate and |b|^2; G p and p^T G p, p what is left of q; and 1 + kappa."""
+    ss = tl.sum(s * s, 1)
+    kept = tl.full(ss.shape, 1.0, tl.float32)
+    if SPACE == RANK:
+        st, tt = tl.sum(s * t, 1), tl.sum(t * t, 1)
+        a, c, _main, share = _along(ss, st, tt, rank, eps)
+        q = a[:, None] * s - (share * c)[:, None] * t
+        q = tl.rsqrt(tl.sum(q * q, 1) / rank + eps)[:, None] * q
+    else:
+        q = tl.rsqrt(ss / rank + eps)[:, None] * s
+    gq, e = q, ss
+    if NORMALISE:
+        gq = _dot(q.to(g.dtype), g, tl.zeros(q.shape, tl.float32), PRECISION)
+        e = tl.maximum(tl.sum(gq * q, 1), 0.0)
+        if SPACE == HIDDEN:
+            qt = tl.sum(q * t, 1)
+            scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(qt, size, e, hidden, eps)
+            kept = 1.0 - scale * c * scale_b * scale_r
+            kept = tl.where(kept < 0.0, tl.minimum(kept, -least), tl.maximum(kept, least))
+            scale = scale * scale_a * scale_r / kept
+        else:
+            scale = scale * tl.rsqrt(e / hidden + eps)
+    return scale[:, None] * q, gq, e, kept
+
+
+@triton.jit
+def _put_z(z, z_r, one, first, row, live, r, padded: tl.constexpr, z_columns: tl.constexpr, z_row: tl.constexpr):
+    """[z | 1 | 0 ...], where full OQC has 1 / (1 + kappa) and what that lost in rounding."""
+    out = z + first * z_row + row[:, None] * z_row
+    tl.store(out + r[None, :], z_r, mask=live[:, None] & (r < padded)[None, :])
+    SPARE: tl.constexpr = 32 if z_columns <= padded + 32 else 64
+    rest = padded + tl.arange(0, SPARE)[None, :] + tl.zeros_like(row)[:, None]
+    kept_of_one = one.to(z.dtype.element_ty).to(tl.float32)
+    ones = tl.where(rest == padded + 1, (one - kept_of_one)[:, None], 0.0)
+    ones = tl.where(rest == padded, kept_of_one[:, None], ones).to(z.dtype.element_ty)
+    tl.store(out + rest, ones, mask=live[:, None] & (rest < z_columns))
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _coefficients(
     b,  # [T, H], row stride b_row; full only
@@ -146,23 +193,12 @@ def _coefficients(
     energy,  # p^T G p = |O p|^2 [T] fp32, likewise
     power,  # |b|^2 [T] fp32, full only
     keep,  # 1 + kappa [T] fp32, full only
-    host,  # W b [T, D], row stride given_row; this and what follows where NEXT
-    stack,
-    bias,  # [D]
-    residual,  # [T, D] fp32
-    gamma,  # of the norm [D], and beta
-    beta,
-    y,  # residual + output [T, D] fp32
-    n,  # its norm [T, D]
-    stats,  # its mean and 1 / standard deviation [2, T] fp32
     tokens,
     eps,
     least,  # |keep| is at least this
-    norm_eps,
     hidden: tl.constexpr,
     rank: tl.constexpr,
     padded: tl.constexpr,
-    width: tl.constexpr,
     columns: tl.constexpr,  # of u and v: R, or padded R with zeros
     b_row: tl.constexpr,
     u_row: tl.constexpr,
@@ -177,13 +213,10 @@ def _coefficients(
     GATE: tl.constexpr,
     SAVE: tl.constexpr,
     SAVE_T: tl.constexpr,
-    NEXT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last first: the product before left it in the cache
     first = block.to(tl.int64) * BLOCK_T
@@ -208,65 +241,21 @@ def _coefficients(
     v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
     if GATE == LOGIT:  # it may lie in a column of v
         v_r = tl.where((r < rank)[None, :], v_r, 0.0)
-    s = u_r * v_r
-    ss = tl.sum(s * s, 1)
     scale = _load_gate(gate, first, row, live, gate_row, GATE)
-    one = tl.full([BLOCK_T], 1.0, tl.float32)
-    if SPACE == RANK:
-        st, tt = tl.sum(s * main, 1), tl.sum(main * main, 1)
-        a, c, _main, share = _along(ss, st, tt, rank, eps)
-        q = a[:, None] * s - (share * c)[:, None] * main
-        q = tl.rsqrt(tl.sum(q * q, 1) / rank + eps)[:, None] * q
-    else:
-        q = tl.rsqrt(ss / rank + eps)[:, None] * s
-    if NORMALISE:
-        gq = _dot(q.to(g.dtype), g, tl.zeros([BLOCK_T, BLOCK_R], tl.float32), PRECISION)
-        e = tl.maximum(tl.sum(gq * q, 1), 0.0)
-        if SAVE:
-            tl.store(gp + first * padded + at, gq.to(gp.dtype.element_ty), mask=wide)
-            tl.store(energy + first + row, e, mask=live)
-        if SPACE == HIDDEN:
-            qt = tl.sum(q * main, 1)
-            scale_a, scale_b, _qt, _inner, _main, c, _rest, scale_r = _full(qt, size, e, hidden, eps)
-            kept = 1.0 - scale * c * scale_b * scale_r
-            kept = tl.where(kept < 0.0, tl.minimum(kept, -least), tl.maximum(kept, least))
-            one = 1.0 / kept
-            tl.store(keep + first + row, kept, mask=live)
-            tl.store(power + first + row, size, mask=live)
-            scale = scale * scale_a * scale_r * one
-        else:
-            scale = scale * tl.rsqrt(e / hidden + eps)
-    z_r = (scale[:, None] * q).to(z.dtype.element_ty)
-    if SAVE or not NEXT:
-        out = z + first * z_row + row[:, None] * z_row
-        tl.store(out + r[None, :], z_r, mask=wide)
-        SPARE: tl.constexpr = 32 if z_columns <= padded + 32 else 64
-        rest = padded + tl.arange(0, SPARE)[None, :] + tl.zeros_like(row)[:, None]
-        kept_of_one = one.to(z.dtype.element_ty).to(tl.float32)
-        ones = tl.where(rest == padded + 1, (one - kept_of_one)[:, None], 0.0)
-        ones = tl.where(rest == padded, kept_of_one[:, None], ones).to(z.dtype.element_ty)
-        tl.store(out + rest, ones, mask=live[:, None] & (rest < z_columns))
-    if NEXT:
-        d = tl.arange(0, BLOCK_D)
-        there = live[:, None] & (d < width)[None, :]
-        m_d = _load_rows(stack + hidden, d, d < width, hidden + padded, r, padded)
-        value = _dot(z_r, tl.trans(m_d), tl.zeros([BLOCK_T, BLOCK_D], tl.float32), PRECISION)
-        value += _load_rows(host + first * given_row, row, live, given_row, d, width).to(tl.float32)
-        if SPACE == HIDDEN:
-            value = kept[:, None] * value
-        if HAS_BIAS:
-            value += tl.load(bias + d, mask=d < width, other=0.0).to(tl.float32)[None, :]
-        value += _load_rows(residual + first * width, row, live, width, d, width)
-        at = first * width + row[:, None] * width + d[None, :]
-        tl.store(y + at, value, mask=there)
-        mean = tl.sum(value, 1) / width
-        left = tl.where(there, value - mean[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(left * left, 1) / width + norm_eps)
-        normed = left * rstd[:, None] * tl.load(gamma + d, mask=d < width, other=0.0)[None, :]
-        normed += tl.load(beta + d, mask=d < width, other=0.0)[None, :]
-        tl.store(n + at, normed.to(n.dtype.element_ty), mask=there)
-        tl.store(stats + first + row, mean, mask=live)
-        tl.store(stats + tokens + first + row, rstd, mask=live)
+    if SPACE == NONE:
+        main = u_r
+    if SPACE != HIDDEN:
+        size = scale
+    if not NORMALISE:
+        g = scale
+    z_r, gq, e, kept = _make_z(u_r * v_r, main, g, scale, size, eps, least, hidden, rank, SPACE, NORMALISE, PRECISION)
+    if SAVE and NORMALISE:
+        tl.store(gp + first * padded + at, gq.to(gp.dtype.element_ty), mask=wide)
+        tl.store(energy + first + row, e, mask=live)
+    if SPACE == HIDDEN:
+        tl.store(keep + first + row, kept, mask=live)
+        tl.store(power + first + row, size, mask=live)
+    _put_z(z, z_r.to(z.dtype.element_ty), 1.0 / kept, first, row, live, r, padded, z_columns, z_row)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -311,6 +300,126 @@ def _combination(
         value += _load_rows(residual + first * width, row, live, width, d, width).to(tl.float32)
     at = y + first * width + row[:, None] * width + d[None, :]
     tl.store(at, value.to(y.dtype.element_ty), mask=live[:, None] & (d < width)[None, :])
+
+
+@triton.jit
+def _neighbours(base, first, row, live, stride: tl.constexpr, column, limit: tl.constexpr):
+    """Addresses of some rows, four neighbours a thread whatever the dtype (`triton_norm`), and which of them exist."""
+    at = base + first * stride + row[:, None] * stride + column[None, :]
+    return tl.max_contiguous(at, [1, 4]), live[:, None] & (column < limit)[None, :]
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _rows(
+    u,  # as `_coefficients` has them, where OWN_Z; else z and keep are there already
+    v,
+    gate,
+    gram,
+    z,
+    given,
+    t,
+    gp,
+    energy,
+    keep,
+    host,  # W b [T, D], row stride given_row
+    stack,
+    bias,  # [D]
+    residual,  # [T, D] fp32
+    gamma,  # of the norm [D] fp32, and beta
+    beta,
+    y,  # residual + output [T, D] fp32
+    n,  # its norm [T, D]
+    stats,  # its mean and 1 / standard deviation [2, T] fp32
+    tokens,
+    eps,
+    norm_eps,
+    hidden: tl.constexpr,
+    rank: tl.constexpr,
+    padded: tl.constexpr,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    u_row: tl.constexpr,
+    v_row: tl.constexpr,
+    gate_row: tl.constexpr,
+    given_row: tl.constexpr,
+    gram_row: tl.constexpr,
+    z_columns: tl.constexpr,
+    z_row: tl.constexpr,
+    OWN_Z: tl.constexpr,  # not for full
+    SPACE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    GATE: tl.constexpr,
+    SAVE: tl.constexpr,
+    SAVE_T: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program keeps G and M and walks over blocks of rows, the next ones on their way while it works on one."""
+    row = tl.arange(0, BLOCK_T)
+    r, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    there = d < width
+    if OWN_Z and NORMALISE:
+        g = tl.trans(_load_rows(gram, r, r < padded, gram_row, r, padded))
+    m = tl.trans(_load_rows(stack + hidden, d, there, hidden + padded, r, padded))
+    factor, shift = tl.load(gamma + d, mask=there, other=0.0), tl.load(beta + d, mask=there, other=0.0)
+    plus = tl.zeros([BLOCK_D], tl.float32)
+    if HAS_BIAS:
+        plus = tl.load(bias + d, mask=there, other=0.0).to(tl.float32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    step = tl.num_programs(0) * BLOCK_T
+    for _ in tl.range(tl.program_id(0) * BLOCK_T, tokens, step, num_stages=STAGES):
+        live = row < tokens - first
+        at, mask = _neighbours(host, first, row, live, given_row, d, width)
+        host_d = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        at, mask = _neighbours(residual, first, row, live, width, d, width)
+        rest = tl.load(at, mask=mask, other=0.0) + plus[None, :]
+        if OWN_Z:
+            u_r = _load_rows(u + first * u_row, row, live, u_row, r, columns).to(tl.float32)
+            v_r = _load_rows(v + first * v_row, row, live, v_row, r, columns).to(tl.float32)
+            t_r = u_r
+            if SPACE == RANK:
+                given_r = _load_rows(given + first * given_row, row, live, given_row, r, padded)
+                t_r = given_r.to(tl.float32)
+            if GATE == LOGIT:  # it may lie in a column of v
+                v_r = tl.where((r < rank)[None, :], v_r, 0.0)
+            scale = _load_gate(gate, first, row, live, gate_row, GATE)
+            if not NORMALISE:
+                g = scale
+            z_r, gq, e, one = _make_z(
+                u_r * v_r, t_r, g, scale, scale, eps, 0.0, hidden, rank, SPACE, NORMALISE, PRECISION
+            )
+            z_r = z_r.to(z.dtype.element_ty)
+            if SAVE:
+                at = first * padded + row[:, None] * padded + r[None, :]
+                mask = live[:, None] & (r < padded)[None, :]
+                if SAVE_T:
+                    tl.store(t + at, given_r, mask=mask)
+                if NORMALISE:
+                    tl.store(gp + at, gq.to(gp.dtype.element_ty), mask=mask)
+                    tl.store(energy + first + row, e, mask=live)
+                _put_z(z, z_r, one, first, row, live, r, padded, z_columns, z_row)
+        else:
+            z_r = _load_rows(z + first * z_row, row, live, z_row, r, padded)
+        value = _dot(z_r, m, tl.zeros([BLOCK_T, BLOCK_D], tl.float32), PRECISION)
+        if SPACE == HIDDEN:
+            value = tl.load(keep + first + row, mask=live, other=0.0)[:, None] * (value + host_d) + rest
+        else:
+            value += host_d + rest
+        at, mask = _neighbours(y, first, row, live, width, d, width)
+        tl.store(at, value, mask=mask)
+        mean = tl.sum(value, 1) / width
+        left = tl.where(there[None, :], value - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(left * left, 1) / width + norm_eps)
+        normed = left * rstd[:, None] * factor[None, :] + shift[None, :]
+        at, mask = _neighbours(n, first, row, live, width, d, width)
+        tl.store(at, normed.to(n.dtype.element_ty), mask=mask)
+        tl.store(stats + first + row, mean, mask=live)
+        tl.store(stats + tokens + first + row, rstd, mask=live)
+        first += step
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -546,22 +655,6 @@ def _gradients(
     tl.store(parts + block, tl.sum(tl.where(live, dg, 0.0), 0))
 
 
-class Next(NamedTuple):
-    """What the kernel that makes z goes on to where its programs have whole rows: the output, the residual sum and the
-    norm of that. The last three are written."""
-
-    host: Tensor  # W b [T, D], in the rows of t
-    stack: Tensor
-    bias: Tensor | None
-    residual: Tensor  # [T, D] fp32, contiguous
-    gamma: Tensor  # [D] fp32
-    beta: Tensor
-    eps: float
-    y: Tensor  # residual + output, [T, D] fp32
-    n: Tensor  # [T, D]
-    stats: Tensor  # mean and 1 / standard deviation [2, T] fp32
-
-
 class Saved(NamedTuple):
     """What the gradients need of the forward, each empty where there is none."""
 
@@ -600,10 +693,8 @@ def coefficients(
     save: bool,
     out: Tensor,  # [z | 1 | 0 ...] as in the kernel: [T, 2 to 64 columns more than padded R], any row stride
     t: Tensor | None = None,  # P b, where it is there already, or O^T b; any row stride
-    then: Next | None = None,
 ) -> Saved:
-    """Writes z, and what comes `then`: without `save` only that. Returns what the gradients need; without `save` only
-    some of it is there."""
+    """Writes z. Returns what the gradients need; without `save` only some of it is there."""
     (tokens, hidden), padded = b.shape, gram.shape[0]
     half = b.dtype != torch.float32
     block_r, block_t = lanes(padded), 64 if half else 32
@@ -613,12 +704,7 @@ def coefficients(
     saved = Saved.of(b, padded, space, normalise, save, own)
     # Two programs a multiprocessor: left alone, the compiler takes 138 registers, and there is room for one. Full OQC
     # and G in fp32 take more, and would spill.
-    registers = 128 if block_r == 128 and space == "rank" and gram.dtype == torch.bfloat16 else None
-    after: tuple[Tensor, ...] = (out,) * 9
-    if then is not None:
-        block_t, registers = NEXT_TOKENS, NEXT_REGISTERS
-        after = (*then[:2], out if then.bias is None else then.bias, *then[3:6], *then[7:])
-    width = then.y.shape[1] if then else 1
+    tight = block_r == 128 and space == "rank" and gram.dtype == torch.bfloat16
     _coefficients[(cdiv(tokens, block_t),)](
         b,
         u,
@@ -628,15 +714,12 @@ def coefficients(
         out,
         given,
         *saved,
-        *after,
         tokens,
         eps,
         LEAST_KEEP[b.dtype],
-        then.eps if then else eps,
         hidden,
         rank,
         padded,
-        width,
         u.shape[1],
         b.stride(0),
         u.stride(0),
@@ -651,16 +734,13 @@ def coefficients(
         GATE=GATES[gate_kind],
         SAVE=save,
         SAVE_T=save and space == "rank" and own is None,
-        NEXT=then is not None,
-        HAS_BIAS=then is not None and then.bias is not None,
         PRECISION="tf32" if half else "tf32x3",
         BLOCK_T=block_t,
         BLOCK_R=block_r,
         BLOCK_K=256 if half else 64,
-        BLOCK_D=lanes(width),
-        num_warps=NEXT_WARPS if then else 8 if half else 4,
+        num_warps=8 if half else 4,
         num_stages=1,  # by measurement
-        **({"maxnreg": registers} if registers else {}),
+        **({"maxnreg": 128} if tight else {}),
     )
     return saved
 
@@ -701,6 +781,105 @@ def combination(
         num_warps=warps,
     )
     return out
+
+
+def rows(
+    b: Tensor,  # to `gram`, and the keywords to `t`, as `coefficients` takes them
+    u: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    stack: Tensor,
+    gram: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,  # [T, D] fp32, contiguous
+    gamma: Tensor,  # of the norm [D] fp32, and beta
+    beta: Tensor,
+    norm_eps: float,
+    *,
+    rank: int,
+    space: str,
+    normalise: bool,
+    gate_kind: str,
+    eps: float,
+    save: bool,
+    out: Tensor,
+    host: Tensor,  # [W b | P b], full: [W b | O^T b]; any row stride
+) -> tuple[Saved, Tensor, Tensor, Tensor]:
+    """What the gradients need; residual + output, its norm in b's dtype, and of that the mean and 1 / standard
+    deviation [2, T]. In one kernel where its programs have room for all they keep, else behind one that makes z."""
+    (tokens, hidden), width, padded = b.shape, residual.shape[1], gram.shape[0]
+    kind = {"rank": rank, "space": space, "normalise": normalise, "gate_kind": gate_kind, "eps": eps}
+    t, room = host[:, width:], shared_memory(b.device) if b.dtype != torch.float32 else 0
+    own = space != "hidden" and _room(width, gram, True) <= room and lanes(padded) <= MOST_OWN_LANES
+    if own:
+        saved = Saved.of(b, padded, space, normalise, save, None)
+    else:
+        saved = coefficients(b, u, v, gate, stack, gram, **kind, save=save, out=out, t=t)  # type: ignore[arg-type]
+    if _room(width, gram, own) > room:
+        y = combination(host[:, :width], out[:, :padded], stack, bias, saved.keep, residual)
+        _, n, stats = triton_norm.forward(y, None, gamma, beta, norm_eps, b.dtype)
+        return saved, y, n, stats
+    y, n, stats = torch.empty_like(residual), b.new_empty(tokens, width), residual.new_empty(2, tokens)
+    _rows[(min(cdiv(tokens, ROW_TOKENS), processors(b.device)),)](
+        u,
+        v,
+        gate,
+        gram,
+        out,
+        t,
+        saved.t,
+        saved.gp,
+        saved.energy,
+        saved.keep,
+        host,
+        stack,
+        stack if bias is None else bias,
+        residual,
+        gamma,
+        beta,
+        y,
+        n,
+        stats,
+        tokens,
+        eps,
+        norm_eps,
+        hidden,
+        rank,
+        padded,
+        width,
+        u.shape[1],
+        u.stride(0),
+        v.stride(0),
+        gate.stride(0) if gate.dim() else 0,
+        host.stride(0),
+        gram.stride(0),
+        out.shape[1],
+        out.stride(0),
+        OWN_Z=own,
+        SPACE=SPACES[space],
+        NORMALISE=normalise,
+        GATE=GATES[gate_kind],
+        SAVE=save,
+        SAVE_T=save and space == "rank",
+        HAS_BIAS=bias is not None,
+        PRECISION="tf32",
+        STAGES=ROW_STAGES,
+        BLOCK_T=ROW_TOKENS,
+        BLOCK_R=lanes(padded),
+        BLOCK_D=lanes(width),
+        num_warps=ROW_WARPS,
+        num_stages=ROW_STAGES,
+    )
+    return saved, y, n, stats
+
+
+def _room(width: int, gram: Tensor, own: bool) -> int:
+    """Bytes of shared memory that a program of `_rows` may need, in half precision: M and G, rows of u, v and t or of z
+    and of W b and the residual that are on their way, and one more tile of fp32."""
+    block_r, block_d = lanes(gram.shape[0]), lanes(width)
+    kept = 2 * block_r * block_d + (block_r * block_r * gram.element_size() if own else 0)
+    moving = 2 * block_r * (3 if own else 1) + (2 + 4) * block_d
+    return kept + ROW_TOKENS * ((ROW_STAGES - 1) * moving + 4 * block_d)
 
 
 def gradients(
