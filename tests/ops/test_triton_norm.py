@@ -433,4 +433,4 @@ def test_a_model_leaves_norms_to_the_kernel_before_unless_somebody_watches(monke
     assert used(evaluate, model, x) == [6, 0]
     for a, b, c in zip(gradients(model), found, compiled, strict=True):
         assert error(b, a.double()) <= 1e-2
-        assert error(c, b.double()) <= 1e-6
+        assert error(c, b.double()) <= (1e-6 if DEVICE == "cpu" else 1e-3)  # some sum may round otherwise there
