@@ -64,7 +64,8 @@ def throughput(rows: Sequence[dict[str, Any]], paper: Mapping[str, float], title
         places = [names.index(name) + (i - (len(series) - 1) / 2) * width for name in ratios]
         color = COLORS[-1] if label == "paper" else COLORS[1 + i % (len(COLORS) - 2)]
         bars = axes.bar(places, list(ratios.values()), width, label=label, color=color)
-        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+        patch = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # over the line at 1
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2, bbox=patch)
     axes.axhline(1, color=COLORS[0], linewidth=0.8)
     axes.set_xticks(range(len(names)), names)
     axes.set_ylim(0, 1.25)
