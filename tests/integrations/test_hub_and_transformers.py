@@ -173,6 +173,19 @@ def test_what_is_no_shared_deep_vit_is_named(tmp_path):
         HubDeepViT.from_pretrained(tmp_path / "vit")
 
 
+@pytest.mark.parametrize(
+    ("option", "hint"), [("map_locaton", r"; did you mean 'map_location'\?"), ("config", ""), ("dtype", "")]
+)
+def test_an_option_that_from_pretrained_does_not_have_is_named(tmp_path, option, hint):
+    HubDeepViT.of(deep_vit()).save_pretrained(tmp_path)
+    message = rf"^an option of from_pretrained must be one of .*revision, map_location, got '{option}'{hint}$"
+    with pytest.raises(ValueError, match=message):
+        HubDeepViT.from_pretrained(tmp_path, **{option: None})
+    hub = {"revision": "main", "token": False, "cache_dir": tmp_path, "local_files_only": True, "force_download": False}
+    model = HubDeepViT.from_pretrained(tmp_path, **hub, map_location="meta")
+    assert model.pos_embed.is_meta
+
+
 @pytest.mark.parametrize("entry", ["yes", {"modules": 5}, {"modules": [[1]]}])
 def test_an_entry_that_is_none_is_named(tmp_path, entry):
     vit().save_pretrained(tmp_path)

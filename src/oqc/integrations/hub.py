@@ -9,12 +9,14 @@ What lies there is what `oqc.save` writes, so `oqc.load` takes a downloaded fold
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelHubMixin, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
+from oqc.config import check_choice
 from oqc.integrations import bases
 from oqc.integrations.saving import RECORD, TENSORS, load, save
 from oqc.models import DeepViT
@@ -45,6 +47,16 @@ class HubDeepViT(
         save(self, save_directory)
         # config.json, by which the hub shows and counts a model: as it is now
         self._hub_mixin_config = bases.describe(self).arguments["config"]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> HubDeepViT:
+        """The model of a repository or folder. `options` are huggingface_hub's (`revision`, `token`, ...) and
+        `map_location`."""
+        theirs = inspect.signature(super().from_pretrained).parameters.values()
+        known = [one.name for one in theirs if one.kind is one.KEYWORD_ONLY]
+        for name in options:
+            check_choice("an option of from_pretrained", name, [*known, "map_location"])
+        return super().from_pretrained(pretrained_model_name_or_path, **options)
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, map_location: str = "cpu", **options: Any) -> HubDeepViT:
