@@ -102,6 +102,30 @@ def test_deep_vit_is_registered():
     assert timm.data.resolve_data_config(model=model)["input_size"] == (3, 32, 32)
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@torch.no_grad()
+def test_pretrained_deep_vit_with_other_channels(channels, tmp_path, caplog):
+    """The patch embedding is brought to them as that of a plain ViT, which is a convolution."""
+    plain = timm.create_model("deep_vit_afbo_lowrank_r56", rank=8, seed=3, **DEEP)
+    safetensors.torch.save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    overlay = {"file": str(tmp_path / "model.safetensors"), "custom_load": False}
+    model = timm.create_model(
+        "deep_vit_afbo_lowrank_r56",
+        pretrained=True,
+        pretrained_cfg_overlay=overlay,
+        in_chans=channels,
+        rank=8,
+        **DEEP,
+    )
+    assert "random init" not in caplog.text
+    state, expected = model.state_dict(), plain.state_dict()
+    weight = expected.pop("patch_embed.weight").unflatten(1, (3, 4, 4))
+    weight = {1: weight.sum(1, keepdim=True), 3: weight, 4: weight[:, [0, 1, 2, 0]] * 3 / 4}[channels]
+    assert torch.allclose(state.pop("patch_embed.weight"), weight.flatten(1), atol=1e-6)
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert model(torch.randn(2, channels, 32, 32)).shape == (2, 100)
+
+
 def test_deep_vit_takes_the_rates_of_zero_that_timms_scripts_pass():
     timm.create_model("deep_vit_mlp", drop_rate=0.0, drop_path_rate=0.0, attn_drop_rate=0, **DEEP)
     for name in ("drop_rate", "drop_path_rate"):

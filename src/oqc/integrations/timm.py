@@ -36,6 +36,13 @@ class TimmDeepViT(DeepViT):
             for i in range(config.depth)
         ]
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes the patch embedding as the convolution that `_as_convolution` makes of it, too."""
+        weight = state_dict.get(f"{prefix}patch_embed.weight")
+        if weight is not None and weight.dim() == 4:
+            state_dict[f"{prefix}patch_embed.weight"] = weight.flatten(1)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def no_weight_decay(self) -> set[str]:
         return {"pos_embed"}
 
@@ -138,6 +145,14 @@ def _build(
     return TimmDeepViT(config, global_pool=global_pool, **options)
 
 
+def _as_convolution(state_dict: dict[str, Any], model: TimmDeepViT) -> dict[str, Any]:
+    """Pretrained weights with the patch embedding [D, C, patch, patch], which timm can bring to other channels."""
+    weight, patch = state_dict.get("patch_embed.weight"), model.config.patch_size
+    if weight is None or weight.dim() != 2 or weight.shape[1] % patch**2:
+        return state_dict
+    return state_dict | {"patch_embed.weight": weight.unflatten(1, (-1, patch, patch))}
+
+
 def _entrypoint(name: str) -> Any:
     def create(pretrained: bool = False, **options: Any) -> nn.Module:
         known = {field.name for kind in (Model, type(Model().ffn)) for field in dataclasses.fields(kind)}
@@ -149,7 +164,9 @@ def _entrypoint(name: str) -> Any:
                 )
         build = partial(_build, model_config(name, **overrides))
         features = {"out_indices": 3, "feature_cls": "getter"}
-        return build_model_with_cfg(build, name, pretrained, feature_cfg=features, **options)
+        return build_model_with_cfg(
+            build, name, pretrained, feature_cfg=features, pretrained_filter_fn=_as_convolution, **options
+        )
 
     create.__name__, create.__module__ = name, __name__
     create.__doc__ = f"Deep-ViT {name!r}, with its fields (depth, width, rank, ...) as further arguments."
