@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import nn
 
-import oqc.ops
+import oqc
 from oqc.config import HOSTS
 from oqc.nn import KINDS, OQCFFN, Complement
 from oqc.nn.hosts import host_class
@@ -283,6 +283,21 @@ def test_an_activation_in_place_leaves_a_shared_projection_its_maps(backend, gra
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         ffn(**options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OQCFFN(16, 48),
+        lambda: oqc.mlp_layer()(16, 48),
+        lambda: oqc.inject(nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16))),
+        lambda: oqc.create_model("deep_vit_mlp", hidden=48, complement="lowrank"),
+    ],
+)
+def test_a_default_rank_that_does_not_fit_is_told_to_be_that(make):
+    message = "^rank must be from 1 to the hidden width 48, got 56, which is the default: give a smaller rank$"
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_bad_widths_and_inputs():

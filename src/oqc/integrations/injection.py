@@ -23,7 +23,7 @@ from oqc.integrations.layouts import Layout
 from oqc.integrations.report import Replaced, Report
 from oqc.integrations.wrappers import check_model, check_not_parallel, uncompiled
 from oqc.nn import KINDS, OQCFFN, Complement
-from oqc.nn.complements import INITS, seed_of_now
+from oqc.nn.complements import INITS, check_rank, seed_of_now
 
 Blocks = str | slice | Iterable[int]
 SETTINGS = ("complement", "rank", "init", "gate_init", "eps", "backend")
@@ -134,8 +134,7 @@ def inject(
         raise ValueError(_nothing(kind, [f"{s.path or 'itself'}: {s.reason}" for s in skipped]))
     chosen = _choose(blocks, found, kind)
     for one in chosen:
-        if not 1 <= rank <= one.hidden:
-            raise ValueError(f"rank must be from 1 to the hidden width {one.hidden} of {one.path}, got {rank}")
+        check_rank(rank, one.hidden, f" of {one.path}" if one.path else "")
     seed = seed_of_now(torch.device("cpu")) if seed is None else seed
     settings: dict[str, Any] = {"gate_init": gate_init, "init": init, "eps": eps}
     for one in chosen:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from oqc import ops
-from oqc.config import COMPLEMENTS, check_choice, check_finite, check_positive, whole
+from oqc.config import COMPLEMENTS, FFN, check_choice, check_finite, check_positive, whole
 from oqc.ops.reference import Map, Space
 
 INITS = ("paper", "identity")
@@ -80,8 +80,7 @@ class Complement(nn.Module):
         check_positive("eps", eps)
         check_dtype(dtype)
         rank, eps = whole("rank", rank), float(eps)
-        if not 1 <= rank <= hidden:
-            raise ValueError(f"rank must be from 1 to the hidden width {hidden}, got {rank}")
+        check_rank(rank, hidden)
         check_finite("gate_init", gate_init)
         if gate_init is not None and KINDS[name].gate == "one":
             raise ValueError(f"gate_init is where a gate starts that is learned, and {name}'s is always 1")
@@ -267,6 +266,12 @@ class Complement(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, rank={self.rank}, init={self.init!r}"
+
+
+def check_rank(rank: int, hidden: int, of: str = "") -> None:
+    if not 1 <= rank <= hidden:
+        default = ", which is the default: give a smaller rank" if rank == FFN.rank else ""
+        raise ValueError(f"rank must be from 1 to the hidden width {hidden}{of}, got {rank}{default}")
 
 
 def check_dtype(dtype: object) -> None:
