@@ -271,6 +271,8 @@ def test_an_activation_in_place_leaves_a_shared_projection_its_maps(backend, gra
         ({"out_features": -4}, "out_features must be a whole number from 1 on, got -4"),
         ({"grid": 3}, r"grid must be None or \(rows, columns\), got 3"),
         ({"act_layer": "gelu"}, "act_layer must be a class of modules or a function that makes one, got 'gelu'"),
+        ({"act_layer": nn.GELU()}, "act_layer must be a class of .*, got a GELU that is made already"),
+        ({"norm_layer": nn.LayerNorm(24)}, "norm_layer must be a class of .*, got a LayerNorm that is made already"),
         ({"norm_layer": "layer"}, "norm_layer must be a class of modules or a function that makes one, got 'layer'"),
         ({"eps": "x"}, "eps must be more than 0 and finite, got 'x'"),
         ({"gate_init": "x"}, "gate_init must be a finite number, got 'x'"),

@@ -57,8 +57,10 @@ class OQCFFN(nn.Module):
         for name, value in (("eps", eps), ("match", 1 if match is None else match)):
             check_positive(name, value)
         for name, made in (("act_layer", act_layer), ("norm_layer", norm_layer or nn.LayerNorm)):
-            if not callable(made) and (cls is MLP or name == "norm_layer"):
-                raise ValueError(f"{name} must be a class of modules or a function that makes one, got {made!r}")
+            is_module = isinstance(made, nn.Module)
+            if (is_module or not callable(made)) and (cls is MLP or name == "norm_layer"):
+                got = f"a {type(made).__name__} that is made already" if is_module else repr(made)
+                raise ValueError(f"{name} must be a class of modules or a function that makes one, got {got}")
         for name, both in (("bias", bias), ("drop", drop)):
             if not (isinstance(both, bool) or is_number(both) or (isinstance(both, (tuple, list)) and len(both) == 2)):
                 raise ValueError(f"{name} must be one value or two, got {both!r}")
