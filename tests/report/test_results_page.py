@@ -1,12 +1,14 @@
 """The page of a results file: what it says, its figures, and that both come out the same again."""
 
 import copy
+import html
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 
 import pytest
 from made_runs import run, suite
+from markdown_it import MarkdownIt  # rich's
 
 from oqc.experiments import comparison, findings
 from oqc.experiments.claims import AFBO, FULL, LOWRANK, OURS, STATEMENTS
@@ -316,6 +318,24 @@ def test_what_was_done_to_records_by_hand_is_told():
     for record in records[:3]:
         record["note"] = "the commit was written in later"
     assert "Changed by hand:\n\n- AFBO+PR (3 runs): the commit was written in later.\n" in results_page(records).text
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        "see | below\n\n# Results\n| a | b |\n| --- | --- |\n",
+        "</li><script>alert(1)</script> <!-- as in a & b, &lt; or <x@y.z>",
+        "by *hand*, _twice_, __init__ and a_b, [here](x) ![there](y), `code`, ~~not~~, $x$, a\\*b\\",
+    ],
+)
+def test_a_note_is_shown_as_it_is_written(note):
+    records = suite({}, presets=(AFBO,))
+    for record in records:
+        record["note"] = note
+    shown = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(results_page(records).text)
+    (item,) = re.findall(rf"<li>AFBO\+PR \({len(records)} runs\): (.*)\.</li>", shown)
+    assert html.unescape(item) == " ".join(note.split())
+    assert "<" not in item
 
 
 def test_calibration_and_provenance(page, records):

@@ -23,7 +23,7 @@ from oqc.experiments.sections import (
 from oqc.files import write_whole
 from oqc.report import Record, finished, paper_figures, rows, table
 from oqc.report.figures import COLORS, accuracy_over_epochs
-from oqc.report.markdown import markdown_table, plural
+from oqc.report.markdown import literal, markdown_table, plural
 from oqc.report.provenance import (
     commit_of,
     config_of,
@@ -214,7 +214,7 @@ def _provenance(of: Comparison) -> str:
 def _notes(records: Sequence[Record]) -> str:
     """What was done to records by hand."""
     found = Counter((record["note"], title_of(record["preset"])) for record in records if record.get("note"))
-    lines = [f"- {title} ({plural(n, 'run')}): {note}.\n" for (note, title), n in found.items()]
+    lines = [f"- {title} ({plural(n, 'run')}): {literal(note)}.\n" for (note, title), n in found.items()]
     return f"\nChanged by hand:\n\n{''.join(lines)}" if lines else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -53,6 +54,12 @@ def p_value(p: float) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def literal(text: str) -> str:
+    """Free text within a line, shown as it is: on one line, and nothing in it is Markdown or HTML. An underscore within
+    a word means nothing and stays."""
+    return re.sub(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", " ".join(text.split()))
 
 
 def markdown_table(columns: Sequence[str], body: Sequence[Sequence[str]], *, words: Collection[str] = ()) -> str:
