@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import data_samples as samples
@@ -50,3 +53,32 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
         out.write(b"x")
     with pytest.raises(ValueError, match=r"test_images\.npy is damaged"):
         run("verify", "digits")
+
+
+@pytest.mark.parametrize("kind", ["digits", "own", "official"])
+def test_a_pack_that_is_cut_short_is_told_with_what_mends_it(
+    kind: str, tmp_path: Path, official: Callable[..., None]
+) -> None:
+    given = [kind]
+    if kind == "own":
+        given = [str(samples.image_tree(tmp_path / "my images", ("train", "test"))), "--image-size", "4"]
+    elif kind == "official":
+        official("cifar100", "binary")
+        files = samples.sample("cifar100", "binary").files
+        given = ["cifar100", "--root", str(samples.extracted(files, tmp_path / "my files"))]
+    run("prepare", *given)
+    (pack,) = (Path(row["pack"]) for row in json.loads(run("list", "--json")) if row["pack"])
+    with (pack / "test_images.npy").open("r+b") as out:
+        out.truncate(100)
+    mend = f"rm -r {shlex.quote(str(pack))} && oqc data prepare {shlex.join(given)}"
+    told = f"{pack}/test_images.npy is damaged: it has 100 bytes, the manifest says "
+    (row,) = (row for row in json.loads(run("list", "--json")) if row["pack"])
+    assert row["damaged"].startswith(told)
+    assert row["damaged"].endswith(f": {mend}")
+    for name in ("prepare", "verify"):
+        with pytest.raises(ValueError, match="is damaged") as caught:
+            run(name, *(given if name == "prepare" else given[:1]))
+        assert str(caught.value) == row["damaged"]
+    shutil.rmtree(pack)
+    run("prepare", *given)
+    assert str(pack) in run("verify", given[0])

@@ -57,12 +57,17 @@ def verify(name: Name) -> None:
         way = f"oqc data prepare {shlex.quote(name)}"
         raise ValueError(f"the cache {pack.cache()} has no pack of {name!r}; make one with: {way}")
     for folder in folders:
+        line = _line(_describe(folder))
         pack.verify(folder)
-        console.print(f"intact: {_line(_describe(folder))}", markup=False)
+        console.print(f"intact: {line}", markup=False)
 
 
 def _describe(folder: Path) -> dict[str, Any]:
     manifest = pack.read_manifest(folder)
+    try:
+        pack.check_sizes(folder, manifest)
+    except ValueError as error:
+        raise ValueError(f"{error}: rm -r {shlex.quote(str(folder))} && {sources.command(manifest)}") from None
     train, test = (manifest["arrays"][f"{part}_images"]["shape"] for part in ("train", "test"))
     return {
         "name": manifest["name"],

@@ -176,11 +176,21 @@ def _save(file: Path, array: np.ndarray) -> dict[str, Any]:
     return {"shape": list(array.shape), "bytes": file.stat().st_size, "sha256": checksum(file, "sha256")}
 
 
-def _map(folder: Path, key: str, manifest: dict[str, Any]) -> np.ndarray:
-    file, entry = folder / f"{key}.npy", manifest["arrays"][key]
+def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raises where an array is not as long as it was packed; reads none of them."""
+    for key in ARRAYS:
+        _check_size(folder / f"{key}.npy", manifest["arrays"][key])
+
+
+def _check_size(file: Path, entry: dict[str, Any]) -> None:
     size = file.stat().st_size if file.exists() else 0
     if size != entry["bytes"]:
         raise _damaged(file, f"it has {size} bytes, the manifest says {entry['bytes']}")
+
+
+def _map(folder: Path, key: str, manifest: dict[str, Any]) -> np.ndarray:
+    file, entry = folder / f"{key}.npy", manifest["arrays"][key]
+    _check_size(file, entry)
     try:
         array = np.load(file, mmap_mode="c", allow_pickle=False)
     except Exception:  # a damaged header can fail in any way

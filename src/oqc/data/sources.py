@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -116,6 +117,15 @@ def prepare(name: str, root: str | None = None, image_size: int | None = None) -
         raw = images.resized(source.read(), image_size)
         pack.write(folder, raw, name=source.name, origin=source.origin, image_size=image_size)
     return folder
+
+
+def command(manifest: dict[str, Any]) -> str:
+    """What makes a pack again, from what it was made from; an official set whose files are gone is downloaded."""
+    name, source, size = manifest["name"], manifest["source"], manifest["image_size"]
+    given = [name] if name in KNOWN else [source]
+    given += ["--root", source] if name in OFFICIAL and Path(source).exists() else []
+    given += ["--image-size", str(size)] if size else []
+    return shlex.join(["oqc", "data", "prepare", *given])
 
 
 def _source(name: str, root: str | None, image_size: int | None) -> Source:
