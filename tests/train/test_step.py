@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
+from oqc import ops
 from oqc.config import Model
 from oqc.data import Batches
 from oqc.models import create_model
+from oqc.ops import norm
 from oqc.train.numerics import numerics
 from oqc.train.optim import make_optimizer
-from oqc.train.step import BAD, IMAGES, LONGEST, ROW, compile_blocks, release_blocks, resolve_mode
+from oqc.train.step import BAD, IMAGES, LONGEST, ROW, compile_blocks, kept_on_disk, release_blocks, resolve_mode
 
 
 def snapshot(step: Any) -> dict[str, Tensor]:
@@ -185,6 +187,22 @@ def test_compiled_agrees_with_eager_and_gives_the_model_back() -> None:
     graphs = counters["stats"]["unique_graphs"]
     tiny_trainer(tiny_config({"cutout": 2, "mixup": 0.3}, mode="compiled", seed=1, **settings)).fit()
     assert counters["stats"]["unique_graphs"] == graphs  # another run of the same kind compiles nothing
+
+
+@pytest.mark.slow
+def test_what_is_traced_of_a_block_is_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks' norm has a Function of its own, for which PyTorch would trace each time anew."""
+    from torch._inductor.utils import fresh_cache
+
+    monkeypatch.setattr(norm, "wanted", lambda backend, x: True)
+    layer, x = nn.LayerNorm(16), torch.randn(3, 16, requires_grad=True)
+    torch._dynamo.reset()
+    counters.clear()
+    with fresh_cache(), kept_on_disk(), torch.autocast("cpu", torch.bfloat16):
+        s, n = torch.compile(lambda x: ops.residual_norm(x, None, layer))(x)
+        (s.sin().sum() + n.float().square().sum()).backward()
+    found = counters["aot_autograd"]
+    assert (found["autograd_cache_saved"], found["autograd_cache_bypass"]) == (1, 0)
 
 
 @pytest.mark.slow

@@ -99,8 +99,9 @@ class Step:
         before = {name: value.clone() for name, value in self.state().items()}
         generator = default_generator(self.device)
         drawn = generator.get_offset() if self.device.type == "cuda" else 0
-        for _ in range(WARMUP):
-            self._once()
+        with kept_on_disk():
+            for _ in range(WARMUP):
+                self._once()
         self.load(before)
         self.draws = self.device.type == "cuda" and generator.get_offset() != drawn
         if self.mode == "graph":
@@ -258,6 +259,17 @@ def room_for_compiled_models() -> Iterator[None]:
     import torch._dynamo.config as dynamo
 
     with dynamo.patch(recompile_limit=dynamo.accumulated_recompile_limit):  # type: ignore[attr-defined]
+        yield
+
+
+@contextlib.contextmanager
+def kept_on_disk() -> Iterator[None]:
+    """Lets PyTorch keep what it traces of the blocks, for the next process and for other models of the same blocks: by
+    itself it keeps nothing with a Function of one's own, as `ops.norm` has. What changes in one is part of the key."""
+    import torch._functorch.config as functorch
+
+    name = "autograd_cache_allow_custom_autograd_functions"
+    with functorch.patch(name, True) if hasattr(functorch, name) else contextlib.nullcontext():  # type: ignore[attr-defined]
         yield
 
 
