@@ -57,10 +57,10 @@ def network(complement: str, rank: int, dtype: torch.dtype) -> None:
     module(x).sum().backward()
 
 
-def blocks(complement: str, rank: int, depth: int = 1) -> None:
+def blocks(complement: str, rank: int, depth: int = 1, width: int = 256) -> None:
     """Blocks of Deep-ViT in training, in inference, and their parameters' update."""
     ffn = FFN(host="afbo", complement=complement, rank=rank, hidden=160)
-    model = DeepViT(Model(width=256, heads=8, depth=depth, readout=False, ffn=ffn), backend="triton")
+    model = DeepViT(Model(width=width, heads=8, depth=depth, readout=False, ffn=ffn), backend="triton")
     images = torch.randn(1, 3, 32, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(images).float().sum().backward()
@@ -77,6 +77,8 @@ def main(capability: int, shared_memory: int) -> None:
     device.INTERPRETED = True  # so that tensors of a CPU go to the kernels
     triton_fold.shared_memory = triton_complement.shared_memory = lambda device: shared_memory
     blocks("lowrank", 128)
+    blocks("lowrank", 56, depth=2)
+    blocks("lowrank", 56, depth=2, width=128)
     blocks("dynamic", 120, depth=2)
     blocks("full", 128, depth=2)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

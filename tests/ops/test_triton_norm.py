@@ -347,48 +347,66 @@ def test_counts_no_flops():
 
 # By the network's last kernel.
 
-AHEAD = [SMALL[8], SMALL[9], SMALL[10], Case(20, 24, 5, 2, space="none", gate="token", residual=True, bias=False)]
+AHEAD = [
+    *SMALL[8:11],
+    Case(20, 24, 5, 2, space="none", gate="token", residual=True, bias=False),
+    Case(20, 24, 5, 2, normalise=False, residual=True),
+]
 
 
-def then_norm(case, p, norm):
+def then_norm(case, p, norm, half=torch.bfloat16):
     """The residual sum and its norm, by the network's kernel or after it."""
     maps = [p.get(name + end) for name in ("map_a", "map_b", "spatial_a", "spatial_b") for end in ("", "_bias")]
     branch = {name: p.get(name) for name in ("u", "v", "project", "lift")}
     branch |= {"beta": p["beta"]} if case.gate == "scalar" else {"gate": (p["gate_weight"], p.get("gate_bias"))}
     branch |= {"space": case.space, "residual": p["residual"], "grid": (3, case.columns), "prefix": 1}
-    with autocast():
+    branch |= {"normalise": case.normalise}
+    with autocast(half):
         s = fused.ffn_afbo(p["x"], *maps, p["weight"], p.get("bias"), **branch, then=norms.ahead(p["residual"], norm))
         return s if isinstance(s, tuple) else ops.residual_norm(s, None, norm, backend="triton")
 
 
-@pytest.mark.parametrize("room", ["for all", "but for z", "none"])
+@pytest.mark.parametrize(
+    ("room", "half"),
+    [("for all", torch.bfloat16), ("for all", torch.float16), ("but for z", torch.bfloat16), ("none", torch.bfloat16)],
+)
 @pytest.mark.parametrize("case", AHEAD, ids=str)
-def test_the_kernel_before_makes_the_same_norm(case, room, guards, monkeypatch):
+def test_the_kernel_before_makes_the_same_norm(case, room, half, guards, monkeypatch):
     """As the three kernels that it takes the place of, with one rounding of z and of the norm each."""
     monkeypatch.setattr(norms, "wanted", lambda backend, x: True)
+    monkeypatch.setattr(triton_complement, "processors", lambda device: 2)  # one of which has two blocks of rows
+    monkeypatch.setattr(triton_complement, "ROW_TOKENS", 16)
     most = norms.MOST_AHEAD
     if room == "but for z":
         monkeypatch.setattr(triton_complement, "MOST_OWN_LANES", 0)
     if room == "none":
         monkeypatch.setattr(triton_complement, "shared_memory", lambda device: 0)
-    norm, p = layer(case.width), leaves(tensors(case, 2, 3, 1, 0), torch.float32)
+    norm, p = layer(case.width), leaves(tensors(case, 5, 3, 1, 0), torch.float32)
     wanted = [*p.values(), *norm.parameters()]
     found = []
     for ahead in (False, True):
         monkeypatch.setattr(norms, "MOST_AHEAD", most if ahead else 0)
         before = guards.count
-        s, n = then_norm(case, p, norm)
-        assert used(then_norm, case, p, norm) == [not ahead, 0]
+        s, n = then_norm(case, p, norm, half)
+        assert used(then_norm, case, p, norm, half) == [not ahead, 0]
         g = torch.Generator().manual_seed(0)
         upstream = [torch.randn(s.shape, generator=g).to(t) for t in (s, n)]
         found.append([s, n, *torch.autograd.grad((s, n), wanted, upstream)])
         with torch.no_grad():
-            found[-1] += then_norm(case, p, norm)
+            found[-1] += then_norm(case, p, norm, half)
         guards.check()
         assert guards.count > before
     for a, b in zip(*found, strict=True):
         assert a.dtype == b.dtype
-        assert error(a, b.double()) <= (4e-3 if a.dtype == torch.bfloat16 else 1e-5)
+        assert error(a, b.double()) <= (4e-3 if a.dtype in norms.HALF else 1e-4)
+
+
+def test_the_norm_ahead_takes_a_branch_and_a_residual():
+    norm, x = layer(16), torch.randn(1, 4, 16, device=DEVICE)
+    maps, weight = [(torch.randn(24, 16, device=DEVICE), None)], torch.randn(16, 24, device=DEVICE)
+    then = (norm.weight, norm.bias, norm.eps)
+    with autocast(), pytest.raises(ValueError, match="then takes a branch and a residual"):
+        fused.ffn_mix(x, maps, weight, None, act="gelu", residual=x, then=then)
 
 
 def test_opcheck_of_a_network_with_the_next_norm(monkeypatch):

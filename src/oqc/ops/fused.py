@@ -119,9 +119,11 @@ def _network(
     eps: float = 1e-6,
     folded: Folded | None = None,  # of `fold`, where it was done for all layers at once
     residual: Tensor | None = None,  # [..., D], to be added, which gives the sum its dtype
-    then: norm.Norm | None = None,  # of that sum, wanted as well (`norm.ahead`); only with a branch
+    then: norm.Norm | None = None,  # of that sum, wanted as well (`norm.ahead`); only with a branch and a residual
     **host: Any,  # of Form: mix and gated, or the grid
 ) -> Any:
+    if then is not None and (lift is None or residual is None):
+        raise ValueError("then takes a branch and a residual: it is the norm of their sum")
     dtype = compute_dtype(x)
     rank = 0 if lift is None else lift.shape[1]
     pieces = list(host_maps)  # of weight_in and bias_in

@@ -19,7 +19,7 @@ from oqc.ops.modules import has_hooks
 
 HALF = (torch.bfloat16, torch.float16)
 MOST_WIDTH = 2048  # beyond it a row no longer fits a program's registers
-MOST_AHEAD = 256  # as wide rows have room in the kernel that makes the norm of a network's output
+MOST_AHEAD = 256  # as wide rows may have room in the kernel that makes the norm of a network's output
 
 Norm = tuple[Tensor, Tensor, float]  # weight, bias, eps
 

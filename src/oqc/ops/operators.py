@@ -109,19 +109,21 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
         saved: Sequence[Tensor] = _empty(x, 5)
         width, rest = width_of(stack.shape[0], form), None if residual is None else residual.contiguous()
         apart = form.space == "hidden" or (form.space != "host" and rest is not None)
+        then = given.gamma is not None  # with a branch and a residual
         host = x.new_empty(0)
         if apart:  # W b by itself: a kernel adds what comes to it
             host = b @ host_rows(stack, form).T
         if form.space != "host":
             branch = (b, u, v, given.gate if logit is None else logit[:, 0], stack, gram_of(stack, given.exact, form))
             options = {**kind_of(form), "save": form.save, "out": z}
-            if given.gamma is not None and rest is not None:
+            if then:
+                assert rest is not None
                 norm = (given.gamma, given.beta, form.norm_eps)
                 saved, y, n, stats = triton_complement.rows(*branch, bias, rest, *norm, **options, host=host)
             else:
                 t = host[:, width:] if apart else None
                 saved = triton_complement.coefficients(*branch, **options, t=t)
-        if apart and given.gamma is None:
+        if apart and not then:
             parts = (host[:, :width], z[:, : padded_rank(form)], stack, bias, saved[-1])
             y = triton_complement.combination(*parts, rest)
         elif not apart:

@@ -242,6 +242,7 @@ def _coefficients(
     if GATE == LOGIT:  # it may lie in a column of v
         v_r = tl.where((r < rank)[None, :], v_r, 0.0)
     scale = _load_gate(gate, first, row, live, gate_row, GATE)
+    # What a form does not read is something of a fitting kind.
     if SPACE == NONE:
         main = u_r
     if SPACE != HIDDEN:
@@ -350,7 +351,6 @@ def _rows(
     NORMALISE: tl.constexpr,
     GATE: tl.constexpr,
     SAVE: tl.constexpr,
-    SAVE_T: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -388,7 +388,7 @@ def _rows(
                 v_r = tl.where((r < rank)[None, :], v_r, 0.0)
             scale = _load_gate(gate, first, row, live, gate_row, GATE)
             if not NORMALISE:
-                g = scale
+                g = scale  # not read
             z_r, gq, e, one = _make_z(
                 u_r * v_r, t_r, g, scale, scale, eps, 0.0, hidden, rank, SPACE, NORMALISE, PRECISION
             )
@@ -396,7 +396,7 @@ def _rows(
             if SAVE:
                 at = first * padded + row[:, None] * padded + r[None, :]
                 mask = live[:, None] & (r < padded)[None, :]
-                if SAVE_T:
+                if SPACE == RANK:
                     tl.store(t + at, given_r, mask=mask)
                 if NORMALISE:
                     tl.store(gp + at, gq.to(gp.dtype.element_ty), mask=mask)
@@ -806,7 +806,8 @@ def rows(
     host: Tensor,  # [W b | P b], full: [W b | O^T b]; any row stride
 ) -> tuple[Saved, Tensor, Tensor, Tensor]:
     """What the gradients need; residual + output, its norm in b's dtype, and of that the mean and 1 / standard
-    deviation [2, T]. In one kernel where its programs have room for all they keep, else behind one that makes z."""
+    deviation [2, T]. In one kernel where its programs have room for all they keep, behind one that makes z where that
+    is enough, else (and in fp32) in three."""
     (tokens, hidden), width, padded = b.shape, residual.shape[1], gram.shape[0]
     kind = {"rank": rank, "space": space, "normalise": normalise, "gate_kind": gate_kind, "eps": eps}
     t, room = host[:, width:], shared_memory(b.device) if b.dtype != torch.float32 else 0
@@ -860,7 +861,6 @@ def rows(
         NORMALISE=normalise,
         GATE=GATES[gate_kind],
         SAVE=save,
-        SAVE_T=save and space == "rank",
         HAS_BIAS=bias is not None,
         PRECISION="tf32",
         STAGES=ROW_STAGES,
@@ -868,7 +868,6 @@ def rows(
         BLOCK_R=lanes(padded),
         BLOCK_D=lanes(width),
         num_warps=ROW_WARPS,
-        num_stages=ROW_STAGES,
     )
     return saved, y, n, stats
 
@@ -879,7 +878,7 @@ def _room(width: int, gram: Tensor, own: bool) -> int:
     block_r, block_d = lanes(gram.shape[0]), lanes(width)
     kept = 2 * block_r * block_d + (block_r * block_r * gram.element_size() if own else 0)
     moving = 2 * block_r * (3 if own else 1) + (2 + 4) * block_d
-    return kept + ROW_TOKENS * ((ROW_STAGES - 1) * moving + 4 * block_d)
+    return kept + ROW_TOKENS * ((ROW_STAGES - 1) * moving + 4 * block_d) + 1024  # a gate or 1 + kappa, too
 
 
 def gradients(
