@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import oqc
 from oqc.integrations import fold
 from oqc.integrations.injection import inject
-from oqc.nn import Host
+from oqc.nn import OQCFFN, Host
 
 X = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 DEEP = {"depth": 2, "width": 32, "heads": 2, "hidden": 48, "num_classes": 5, "rank": 8}
@@ -508,3 +508,27 @@ def _sharded_branch_worker(rank, world, folder):
         y.sum().backward()
         assert all(type(p.grad).__name__ == "DTensor" for p in module.complement.parameters())
     _leave()
+
+
+def test_branches_that_are_started_one_by_one_differ():
+    def distinct(branches):
+        return len({tuple(branch.u.weight.flatten().tolist()) for branch in branches}) == 3
+
+    def make(device="cpu"):
+        return timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=3, num_heads=2).to(device)
+
+    model = make()
+    state = torch.get_rng_state()
+    for block in model.blocks:
+        inject(block, rank=8)
+    assert torch.equal(torch.get_rng_state(), state)  # the rest of a model draws as it would without
+    assert distinct(block.mlp.complement for block in model.blocks)
+    empty = make("meta")
+    report = inject(empty, rank=8)
+    empty.to_empty(device="cpu")
+    for one in report.replaced:
+        empty.get_submodule(one.path).complement.init_weights()
+    assert distinct(block.mlp.complement for block in empty.blocks)
+    plain = nn.ModuleList([OQCFFN(24, 48, rank=8) for _ in range(3)])
+    plain.apply(lambda module: module.init_weights() if hasattr(module, "init_weights") else None)
+    assert distinct(one.complement for one in plain)

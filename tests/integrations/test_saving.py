@@ -367,3 +367,14 @@ def test_a_buffer_that_grew_in_a_forward(tmp_path):
     inject(model, rank=4)
     save(model, tmp_path, arguments=options)
     torch.testing.assert_close(load(tmp_path)(X), y)
+
+
+@torch.no_grad()
+def test_a_folded_model_that_is_given_other_weights_computes_with_them():
+    model, other = fold(vit()), vit()
+    for parameter in other.parameters():
+        parameter.mul_(1.5)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(X), other(X))
+    fold(other)
+    assert model.state_dict().keys() == other.state_dict().keys()

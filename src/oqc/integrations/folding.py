@@ -17,8 +17,9 @@ def fold(model: nn.Module) -> nn.Module:
     `oqc.remove` undoes, and puts it into evaluation mode.
 
     The outputs stay as they are up to rounding. Weights that change afterwards are not followed, but where the fused
-    kernels run, which make both with every batch, in a launch beside others. Cast a model to half precision before
-    folding, not after: G and M are kept in float32.
+    kernels run, which make both with every batch, in a launch beside others; a state dict that is loaded undoes the
+    folding where it goes, and holds no G and M. Cast a model to half precision before folding, not after: G and M are
+    kept in float32.
     """
     folded = False
     for _, module in complements(model):

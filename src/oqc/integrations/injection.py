@@ -105,7 +105,8 @@ def inject(
 
     `blocks` are numbers among the model's feed-forward networks, in its order: "all", a slice or a list.
     `init="identity"` leaves the outputs as they are, for fine-tuning; `"paper"` starts as in training from scratch.
-    `seed` fixes the branch's start; without one it follows from the state of PyTorch's generator, which is not moved.
+    `seed` fixes the branch's start; without one it follows from the state of PyTorch's generator, which is not moved,
+    and from the host's weights.
     With an `example` input, the report has FLOPs an image besides FLOPs a token.
     """
     check_choice("complement", complement, KINDS)
@@ -135,7 +136,6 @@ def inject(
     chosen = _choose(blocks, found, kind)
     for one in chosen:
         check_rank(rank, one.hidden, f" of {one.path}" if one.path else "")
-    seed = seed_of_now(torch.device("cpu")) if seed is None else seed
     settings: dict[str, Any] = {"gate_init": gate_init, "init": init, "eps": eps}
     for one in chosen:
         like = next(p for p in one.module.parameters() if p.dim() > 1)
@@ -143,7 +143,8 @@ def inject(
             complement, one.width, one.hidden, rank, **settings, device=like.device, dtype=like.dtype
         ).train(one.module.training)
         if not like.is_meta:
-            branch.init_weights(seeding.generator(seed, "branch", one.path, device=like.device))
+            own = seed_of_now(torch.device("cpu"), like) if seed is None else seed
+            branch.init_weights(seeding.generator(own, "branch", one.path, device=like.device))
         _attach(one, branch, backend)
     _record(model, chosen)
     report = Report(

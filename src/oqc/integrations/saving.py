@@ -123,6 +123,8 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:  # whatever a library says of bad arguments
         raise ValueError(f"{folder / RECORD} tells of no model that can be built: {error}") from error
     _fill(model, tensors, folder / TENSORS)
+    if record["folded"]:
+        fold(model)
     return model.eval().to(device)
 
 
@@ -138,8 +140,6 @@ def _build(record: dict[str, Any], on_meta: bool) -> nn.Module:
         model = bases.rebuild(Base(**record["base"]))
     if record["injection"] is not None:
         restore(model, record["injection"])
-    if record["folded"]:
-        fold(model)
     return model
 
 

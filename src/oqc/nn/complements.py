@@ -98,18 +98,21 @@ class Complement(nn.Module):
         self.gate_map = _linear(width, 1, bias=True, **factory) if self.kind.gate == "token" else None
         self.gram: Tensor | None
         self.merged: Tensor | None
-        self.register_buffer("gram", None)  # G and M, only once folded
-        self.register_buffer("merged", None)
+        self.register_buffer("gram", None, persistent=False)  # G and M, only once folded
+        self.register_buffer("merged", None, persistent=False)
         self.init_weights()
 
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """The branch's start. Without a generator, one is keyed by the state of PyTorch's own and leaves that
-        untouched, so adding a complement does not shift the random numbers that the rest of a model draws."""
+    def init_weights(self, generator: torch.Generator | None = None, *, host: Tensor | None = None) -> None:
+        """The branch's start. Without a generator, one is keyed by the state of PyTorch's own and a weight of the host. It
+        leaves that state untouched, so adding a complement does not shift the random numbers that the rest of a model
+        draws. Off the meta device, where nothing else draws between two branches, the key is drawn from it."""
         if self.lift.weight.is_meta:
             return
-        self._empty = False
         device = self.lift.weight.device
-        generator = generator or torch.Generator(device).manual_seed(seed_of_now(device))
+        if generator is None:
+            seed = int(torch.randint(2**62, (), device="cpu")) if self._empty else seed_of_now(device, host)
+            generator = torch.Generator(device).manual_seed(seed)
+        self._empty = False
         maps = [] if self.kind.shared else [self.u, self.v]
         for layer in (*maps, self.project, self.lift):
             if layer is not None:
@@ -250,8 +253,8 @@ class Complement(nn.Module):
         elif not (self._empty or self.lift.weight.is_meta):
             if not self._adds_nothing():
                 warnings.warn(_KEPT, stacklevel=2)
-            self.gram = self.merged = None  # M = W O is of the old W
             state_dict.update(self.state_dict(prefix=prefix))
+        self.gram = self.merged = None  # of the old W and O
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Complement:
@@ -284,7 +287,11 @@ def _linear(inputs: int, outputs: int, *, bias: bool = False, **factory: Any) ->
     return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, **factory)
 
 
-def seed_of_now(device: torch.device) -> int:
-    """What follows from the state of PyTorch's generator, which is not moved."""
+def seed_of_now(device: torch.device, host: Tensor | None = None) -> int:
+    """What follows from the state of PyTorch's generator, which is not moved, and from a weight of the host, so that
+    branches differ that are added one by one."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8], "little") >> 1
+    found = hashlib.sha256(state.numpy().tobytes())
+    if host is not None and type(host.data) is Tensor and not host.is_meta:
+        found.update(host.detach().flatten()[:64].double().cpu().numpy().tobytes())
+    return int.from_bytes(found.digest()[:8], "little") >> 1

@@ -109,7 +109,7 @@ class OQCFFN(nn.Module):
     def init_weights(self) -> None:
         """Called by timm's initialisers after they have been over the linear layers: restores the branch's start."""
         if self.complement is not None:
-            self.complement.init_weights()
+            self.complement.init_weights(host=self.host.fc2.weight)
 
     def forward(
         self,
