@@ -3,8 +3,11 @@
 import json
 import re
 import shutil
+import signal
 import statistics
 import zlib
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +18,8 @@ from typer.testing import CliRunner
 from oqc.cli import app
 from oqc.cli.predict import read_image
 from oqc.config import Model
-from oqc.train import RunFolder
+from oqc.data import cifar, sources
+from oqc.train import RunFolder, Trainer
 
 SMALL = [f"--set=model.{field}" for field in ("width=16", "depth=2", "heads=2")]
 DIGITS = ["--data", "digits", "--device", "cpu", "--precision", "fp32", "--batch", "400", *SMALL]
@@ -66,22 +70,28 @@ def oqc(*args):
     return ended.stdout
 
 
-@pytest.fixture(params=["d.npz", "d"])
-def moved(request, tmp_path, monkeypatch):
-    """A run on a file or a folder of images, which lies in `new` now."""
-    monkeypatch.setenv("OQC_DATA", str(tmp_path / "cache"))
-    images, labels = np.random.default_rng(0).integers(0, 256, (20, 4, 4, 3), np.uint8), np.arange(20) % 2
-    old = tmp_path / request.param
-    if request.param == "d.npz":
+def write_data(old, seed=0):
+    """Images in a file or a folder, after its name."""
+    images, labels = np.random.default_rng(seed).integers(0, 256, (20, 4, 4, 3), np.uint8), np.arange(20) % 2
+    if old.suffix == ".npz":
         np.savez(old, x_train=images, y_train=labels, x_test=images, y_test=labels)
     else:
         for place, (image, label) in enumerate(zip(images, labels, strict=True)):
             (old / f"class {label}").mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(old / f"class {label}" / f"{place}.png")
-    small = ("width=8", "depth=2", "heads=2", "patch_size=2")
-    settings = [part for setting in small for part in ("--set", f"model.{setting}")]
-    fast = ("--batch", "4", "--epochs", "1", "--precision", "fp32", "--device", "cpu", "--out", tmp_path / "run")
-    oqc("train", "--data", old, *fast, *settings)
+
+
+TINY = [f"--set=model.{field}" for field in ("width=8", "depth=2", "heads=2", "patch_size=2")]
+TINY += ["--batch", "4", "--precision", "fp32", "--device", "cpu"]
+
+
+@pytest.fixture(params=["d.npz", "d"])
+def moved(request, tmp_path, monkeypatch):
+    """A run on a file or a folder of images, which lies in `new` now."""
+    monkeypatch.setenv("OQC_DATA", str(tmp_path / "cache"))
+    old = tmp_path / request.param
+    write_data(old)
+    oqc("train", "--data", old, *TINY, "--epochs", "1", "--out", tmp_path / "run")
     (tmp_path / "new").mkdir()
     return tmp_path, shutil.move(old, tmp_path / "new" / request.param)
 
@@ -90,9 +100,7 @@ def test_data_that_moved_is_given_by_its_place_or_the_folder_it_is_in(moved, mon
     folder, now = moved
     monkeypatch.chdir(folder)
     for command in ("evaluate", "analyze"):
-        with pytest.raises(
-            ValueError, match=r"does not exist \(if it was moved: `oqc evaluate` and `oqc analyze` take --data-dir\)"
-        ):
+        with pytest.raises(ValueError, match=r"d(\.npz)? does not exist; if it was moved, give --data-dir with its"):
             oqc(command, "run", "--device", "cpu")
         for place in ("new", f"new/{now.name}", now):
             assert json.loads(oqc(command, "run", "--data-dir", place, "--device", "cpu", "--json"))["images"] > 0
@@ -100,6 +108,112 @@ def test_data_that_moved_is_given_by_its_place_or_the_folder_it_is_in(moved, mon
             oqc(command, "run", "--data-dir", "nowhere", "--device", "cpu")
         with pytest.raises(ValueError, match=r"must be d\.npz or the folder it is in, got run|run: class .* is empty"):
             oqc(command, "run", "--data-dir", "run", "--device", "cpu")
+
+
+def stopped(monkeypatch, *args):
+    """Trains two steps, in which a signal comes."""
+    look, begun = Trainer._look, []
+
+    def signalled(self, stop):
+        begun.append(self)
+        if len(begun) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        look(self, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_look", signalled)
+        ended = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert ended.exit_code == 128 + signal.SIGTERM, ended.output
+
+
+def content(run):
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["d.npz", "d"])
+def test_a_run_whose_data_moved_goes_on_from_where_they_lie_now(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("OQC_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    data, other = tmp_path / name, tmp_path / f"other {name}"
+    write_data(data)
+    write_data(other, seed=1)
+    stopped(monkeypatch, "train", "--data", name, *TINY, "--epochs", "3", "--out", "run")
+    oqc("train", "--data", name, *TINY, "--epochs", "3", "--out", "whole")
+    (tmp_path / "new").mkdir()
+    data.rename(tmp_path / "new" / f"2{name}")
+    before = content(tmp_path / "run")
+    for given, why in (
+        ((), f"data {re.escape(str(data))} does not exist; if it was moved, give --data-dir"),
+        (("--data-dir", "nowhere"), "--data-dir nowhere does not exist"),
+        (("--data-dir", other.name), "run was trained on other data: other-d has digest"),
+        (("--root", "new"), "--resume continues a run with its own config; .*moved, give --data-dir"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            oqc("train", "--resume", "run", "--device", "cpu", *given)
+        assert content(tmp_path / "run") == before
+    stopped(monkeypatch, "train", "--resume", "run", "--device", "cpu", "--data-dir", f"new/2{name}")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    oqc("train", "--resume", tmp_path / "run", "--device", "cpu")  # it is known from now on
+    hashes = [json.loads((tmp_path / run / "summary.json").read_text())["parameter_hash"] for run in ("run", "whole")]
+    assert hashes[0] == hashes[1]
+    with pytest.raises(ValueError, match="run holds a finished run; there is nothing to resume"):
+        oqc("train", "--resume", tmp_path / "run", "--device", "cpu", "--data-dir", tmp_path / "new" / f"2{name}")
+
+
+def test_the_data_of_several_seeds_move_for_all_or_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("OQC_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path / "d")
+    write_data(tmp_path / "other", seed=1)
+    for seed, data in (("0", "d"), ("1", "d"), ("2", "other")):
+        stopped(monkeypatch, "train", "--data", data, *TINY, "--epochs", "2", "--seeds", seed, "--out", f"runs/s{seed}")
+    (tmp_path / "d").rename("d2")
+    before = content(tmp_path / "runs")
+    with pytest.raises(ValueError, match="s2 was trained on other data"):
+        oqc("train", "--resume", "runs", "--device", "cpu", "--data-dir", "d2")
+    assert content(tmp_path / "runs") == before
+    shutil.rmtree(tmp_path / "runs" / "s2")
+    stopped(monkeypatch, "train", "--resume", "runs", "--device", "cpu", "--data-dir", "d2")  # in the first of them
+    oqc("train", "--resume", "runs", "--device", "cpu")
+    assert all(RunFolder(tmp_path / "runs" / seed).finished for seed in ("s0", "s1"))
+
+
+def test_a_known_set_whose_root_moved_is_found_when_resumed(tmp_path, monkeypatch):
+    monkeypatch.setenv("OQC_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    layout = sources.OFFICIAL["cifar100"].layouts[0]
+    few = replace(layout, read=partial(cifar.read_binary, replace(cifar.CIFAR100, train=100, test=100)))
+    monkeypatch.setitem(sources.OFFICIAL, "cifar100", sources.Official("", (few,)))
+    folder = tmp_path / "old" / layout.folder
+    folder.mkdir(parents=True)
+    for part in ("train", "test"):
+        images = (bytes([0, label]) + bytes(3 * 32 * 32) for label in range(100))
+        (folder / f"{part}.bin").write_bytes(b"".join(images))
+    (folder / "fine_label_names.txt").write_text("".join(f"class {number}\n" for number in range(100)))
+    data = ("--data", "cifar100", "--root", "old", "--set", "model.patch_size=16")
+    stopped(monkeypatch, "train", *TINY, *data, "--epochs", "2", "--out", "run")
+    (tmp_path / "old").rename("new")
+    with pytest.raises(ValueError, match=r"data .*old does not exist; if it was moved, give --data-dir"):
+        oqc("train", "--resume", "run", "--device", "cpu")
+    stopped(monkeypatch, "train", "--resume", "run", "--device", "cpu", "--data-dir", "new")
+    assert RunFolder("run").config().data.root == str(tmp_path / "new")
+    oqc("train", "--resume", "run", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("--data", "./ck.pt"), r"data ck\.pt is neither an image folder nor an \.npz file$"),
+        (("--data", "./nowhere"), "data nowhere does not exist$"),
+        (("--data", "digits", "--data-dir", "d"), "--data-dir d is for --resume; a new run takes --data .* and --root"),
+    ],
+)
+def test_a_new_run_is_not_told_of_data_that_moved(given, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ck.pt").touch()
+    with pytest.raises(ValueError, match=why):
+        oqc("train", *given, "--device", "cpu")
 
 
 @pytest.mark.parametrize("name", ["crop", "cutout"])

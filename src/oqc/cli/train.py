@@ -20,6 +20,7 @@ from oqc import config as configs
 from oqc import ops
 from oqc.config import Data, Run
 from oqc.data import Dataset, load
+from oqc.data.sources import KNOWN
 from oqc.files import expanded
 from oqc.models import create_model, model_config
 from oqc.report.markdown import plural, spread
@@ -83,6 +84,9 @@ def train(
     resume: Annotated[
         list[Path] | None, typer.Option(metavar="RUN", help="Continue an interrupted run, or those of its seeds.")
     ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="With --resume: where the data set lies now, if it moved.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a run that is in the folder.")] = False,
     device: Device = None,
     tensorboard: Annotated[bool, typer.Option(help="Write event files for TensorBoard too.")] = False,
@@ -114,10 +118,16 @@ def train(
         if preset or model or changes or seeds or out or overwrite or dry_run:
             raise ValueError(
                 "--resume continues a run with its own config; give no other options that change it (to train longer,"
-                " start a run with more --epochs: the learning rate falls over all of them)"
+                " start a run with more --epochs: the learning rate falls over all of them; for data that were moved,"
+                " give --data-dir)"
             )
-        runs = {path: RunFolder(path).config() for given in resume for path in _unfinished(given)}
+        runs = {path: config_of(path, data_dir) for given in resume for path in _unfinished(given)}
     else:
+        if data_dir is not None:
+            raise ValueError(
+                f"--data-dir {data_dir} is for --resume; a new run takes --data for your own images and --root for the"
+                " archive or folder of a known set"
+            )
         if preset and model:
             raise ValueError(f"--preset {preset} and --model {model} both name a model: give one of them")
         run = resolve(preset, model, changes)
@@ -165,7 +175,12 @@ def _run(runs: dict[Path, Run], at_once: str, console: Console, options: dict[st
                 if run.data not in datasets:
                     datasets[run.data] = load(run.data)
                     console.print(_about(datasets[run.data]), highlight=False, markup=False)
+                if options["resume"]:
+                    RunFolder(path).check_data(datasets[run.data])
                 make.append(partial(_trainer, run, datasets[run.data], path, display, options))
+            if options["resume"]:
+                for path, run in runs.items():  # of all or of none, and before any goes on
+                    RunFolder(path).move_data(run.data)
             summaries = train_many(make, at_once if at_once == "auto" else int(at_once))
     except (Stopped, Diverged) as end:
         for number, found in sorted(end.outcomes.items()):
@@ -351,12 +366,15 @@ def config_of(run: Path, data_dir: Path | None) -> Run:
     """The config of a run, with its data set where it lies now: `data_dir` itself or in it."""
     config = RunFolder(run).config()
     if data_dir is None:
+        place = Path(config.data.root or "", "" if config.data.name in KNOWN else config.data.name)
+        if place.is_absolute() and not place.exists():
+            raise ValueError(f"data {place} does not exist; if it was moved, give --data-dir with its place now")
         return config
     if not data_dir.exists():
         raise ValueError(f"--data-dir {data_dir} does not exist")
     then = Path(config.data.name)
     if not then.is_absolute():
-        return dataclasses.replace(config, data=dataclasses.replace(config.data, root=str(data_dir)))
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, root=str(data_dir.absolute())))
     now = data_dir / then.name if (data_dir / then.name).exists() else data_dir
     if then.suffix == ".npz" and not now.is_file():
         raise ValueError(f"--data-dir must be {then.name} or the folder it is in, got {data_dir}")

@@ -144,9 +144,7 @@ def _source(name: str, root: str | None, image_size: int | None) -> Source:
             read = partial(arrays.read_npz, path)
         elif os.sep in name or path.exists():
             is_what = "is neither an image folder nor an .npz file" if path.exists() else "does not exist"
-            raise ValueError(
-                f"data {path} {is_what} (if it was moved: `oqc evaluate` and `oqc analyze` take --data-dir)"
-            )
+            raise ValueError(f"data {path} {is_what}")
         else:
             raise ValueError(
                 f"data name must be one of {', '.join(KNOWN)}, an image folder or an .npz file,"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from oqc import config as configs
-from oqc.config import Run
+from oqc.config import Data, Run
 from oqc.data import Dataset
 from oqc.files import PARTIAL, check_folder, locked, write_whole
 from oqc.train import checkpoint
@@ -78,6 +79,14 @@ class RunFolder:
                 f"{self.path} was trained on other data: {dataset.name} has digest {dataset.digest[:12]} now, it had"
                 f" {str(then)[:12]} then"
             )
+
+    def move_data(self, data: Data) -> None:
+        """Has an unfinished run look for its data where `data` has them, from now on; `check_data` goes before."""
+        config = self.config()
+        moved = dataclasses.replace(config, data=dataclasses.replace(config.data, name=data.name, root=data.root))
+        if moved != config and not self.finished:
+            self.check_writable()
+            self.write("config.json", configs.to_dict(moved))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

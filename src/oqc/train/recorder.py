@@ -85,10 +85,10 @@ def newest_of(folder: RunFolder) -> list[str]:
 
 def load(folder: RunFolder, config: Run) -> tuple[dict[str, Tensor], Row, list[str]] | None:
     """The newest whole checkpoint of an unfinished run, with warnings; None where it was stopped before the first."""
-    if folder.config() != config:
-        raise ValueError(f"{folder.path} holds a run with another config; resume it with the config in its config.json")
     if folder.finished:
         raise ValueError(f"{folder.path} holds a finished run; there is nothing to resume")
+    if folder.config() != config:
+        raise ValueError(f"{folder.path} holds a run with another config; resume it with the config in its config.json")
     folder.check_writable()
     found = checkpoint.read_newest(folder.checkpoints)
     if found is None:
