@@ -532,3 +532,25 @@ def test_branches_that_are_started_one_by_one_differ():
     plain = nn.ModuleList([OQCFFN(24, 48, rank=8) for _ in range(3)])
     plain.apply(lambda module: module.init_weights() if hasattr(module, "init_weights") else None)
     assert distinct(one.complement for one in plain)
+
+
+def test_a_container_is_as_long_as_before():
+    layers = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Dropout(0.1), nn.Linear(48, 24), nn.Dropout(0.1))
+    before, x = list(layers), torch.randn(2, 5, 24)
+    inject(layers, rank=8)
+    layers.eval()
+    assert len(layers) == 5
+    assert [*layers] == before
+    assert layers[-1] is before[-1]
+    assert layers[:2](x).shape == (2, 5, 48)
+    y = x
+    for layer in layers:
+        y = layer(y)
+    torch.testing.assert_close(y, layers(x))
+    for change in (lambda: layers.append(nn.ReLU()), lambda: layers.pop(1), lambda: layers.__delitem__(0)):
+        with pytest.raises(ValueError, match=r"Sequential has a complement, .* call oqc.remove first"):
+            change()
+    assert copy.deepcopy(layers)(x).equal(layers(x))
+    oqc.remove(layers)
+    assert type(layers) is nn.Sequential
+    assert [*layers] == before

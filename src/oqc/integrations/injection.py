@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -72,6 +73,28 @@ class Injected(nn.Module):
         return _new_instance, (self.oqc_base,), self.__dict__
 
 
+class InjectedSequential(Injected):
+    """One whose class before is a container, which is as long as it was: the branch is not among its items."""
+
+    def _items(self) -> nn.Sequential:
+        items = {name: module for name, module in self._modules.items() if name != "complement"}
+        return nn.Sequential(OrderedDict(items))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self._items())
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._items())
+
+    def __getitem__(self, which: Any) -> nn.Module:
+        return self._items()[which]
+
+    def _fixed(self, *args: Any, **named: Any) -> Any:
+        raise ValueError(f"{self.oqc_base.__name__} has a complement, which knows its layers: call oqc.remove first")
+
+    append = extend = insert = pop = __delitem__ = __iadd__ = _fixed
+
+
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -79,7 +102,8 @@ def injected_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a network's class; one for each, so that equal networks stay of one class."""
     if base not in _CLASSES:
         namespace = {"__module__": base.__module__, "oqc_base": base, "oqc_input": input_of(base)}
-        _CLASSES[base] = type(f"{base.__name__}WithComplement", (Injected, base), namespace)
+        mixin = InjectedSequential if issubclass(base, nn.Sequential) else Injected
+        _CLASSES[base] = type(f"{base.__name__}WithComplement", (mixin, base), namespace)
     return _CLASSES[base]
 
 

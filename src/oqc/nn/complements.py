@@ -103,9 +103,9 @@ class Complement(nn.Module):
         self.init_weights()
 
     def init_weights(self, generator: torch.Generator | None = None, *, host: Tensor | None = None) -> None:
-        """The branch's start. Without a generator, one is keyed by the state of PyTorch's own and a weight of the host. It
-        leaves that state untouched, so adding a complement does not shift the random numbers that the rest of a model
-        draws. Off the meta device, where nothing else draws between two branches, the key is drawn from it."""
+        """The branch's start. Without a generator, one is keyed by the state of PyTorch's own and a weight of the host.
+        That state stays, so adding a complement does not shift the random numbers that the rest of a model draws. Off
+        the meta device, where nothing else draws between two branches, the key is drawn from it."""
         if self.lift.weight.is_meta:
             return
         device = self.lift.weight.device
