@@ -477,6 +477,11 @@ def test_attention_pools_and_position_biases_are_left_alone():
         "swinv2_tiny_window8_256", img_size=32, embed_dim=16, depths=(1, 1), num_heads=(2, 2), window_size=4
     )
     assert {one.path.split(".")[-1] for one in inject(swin, rank=4).skipped} == {"cpb_mlp"}
+    with torch.device("meta"):
+        maxvit = timm.create_model("maxvit_rmlp_pico_rw_256")
+    report = inject(maxvit, rank=4)
+    assert {one.path.split(".")[-2] for one in report.replaced} == {"attn_block", "attn_grid"}
+    assert {one.path.split(".", 5)[-1] for one in report.skipped} == {"attn.rel_pos.mlp"}
 
 
 @pytest.mark.parametrize("run", [lambda m: inject(m, rank=4, example=X), lambda m: overlap(injected_too(m), [X])])

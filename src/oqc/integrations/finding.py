@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from oqc.integrations.layouts import Layout, candidates, recognise, sizes
 from oqc.nn import OQCFFN
 
-_INSIDE = re.compile(r"Attention\w*Pool|Attention(V\d)?$")  # classes whose MLPs are not a block's
+_INSIDE = re.compile(  # classes whose MLPs are not a block's; timm's PartitionAttention2d and Cl are blocks
+    r"Attention\w*Pool|Attention(V\d)?$|^Attention(2d|Cl)$|^Rel(ative)?Pos\w*(Bias|Mlp)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
