@@ -64,6 +64,31 @@ def test_a_parallel_model_is_refused(mesh, wrap, message):
     assert list(model.state_dict()) == before
 
 
+@pytest.mark.parametrize("call", [remove, trainable])
+def test_what_a_parallel_model_was_made_with_stays(mesh, call):
+    """DistributedDataParallel's next steps would end in its error about an unfinished reduction."""
+    model = vit()
+    inject(model, rank=4)
+    wrapped = DistributedDataParallel(model)
+    before = {name: p.requires_grad for name, p in wrapped.named_parameters()}
+    with pytest.raises(
+        ValueError, match=rf"the model is a DistributedDataParallel, .*: call oqc\.{call.__name__} before wrapping"
+    ):
+        call(wrapped)
+    assert {name: p.requires_grad for name, p in wrapped.named_parameters()} == before
+    wrapped(X).sum().backward()
+
+
+def test_a_sharded_model_may_be_frozen(mesh):
+    """Its parameters are made anew by fully_shard, and an optimizer takes the new ones."""
+    model = vit()
+    inject(model, rank=4)
+    fully_shard(model, mesh=mesh)
+    picked = trainable(model)
+    model(X).sum().backward()
+    assert all((p.grad is not None) == any(p is one for one in picked) for p in model.parameters())
+
+
 @torch.no_grad()
 def test_a_compiled_model_is_injected_under_its_own_paths(tmp_path):
     model = vit()

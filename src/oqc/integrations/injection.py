@@ -22,7 +22,7 @@ from oqc.integrations.finding import Found, find, input_of, quantised
 from oqc.integrations.freezing import freeze, thaw
 from oqc.integrations.layouts import Layout
 from oqc.integrations.report import Replaced, Report
-from oqc.integrations.wrappers import check_model, check_not_parallel, uncompiled
+from oqc.integrations.wrappers import check_model, check_not_parallel, check_not_wrapped, uncompiled
 from oqc.nn import KINDS, OQCFFN, Complement
 from oqc.nn.complements import INITS, check_rank, seed_of_now
 
@@ -195,6 +195,7 @@ def remove(model: nn.Module) -> None:
     """
     check_model(model)
     model = uncompiled(model)
+    check_not_wrapped(model, "oqc.remove")
     modules = [module for _, module in injected(model)]
     if not modules:
         raise ValueError(f"{type(model).__name__} has no injected complement: there is nothing to undo")
@@ -213,6 +214,7 @@ def trainable(
     check_choice("part", part, ("complement", "all"))
     check_model(model)
     model = uncompiled(model)
+    check_not_wrapped(model, "oqc.trainable")
     others = [also] if isinstance(also, nn.Module) else list(also)
     if not all(isinstance(module, nn.Module) for module in others):
         raise ValueError(f"also must be a module or several, got {also!r}")
