@@ -70,6 +70,13 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def as_path(what: str, given: str | Path) -> Path:
+    """What is given as `what`, where it names a place."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise ValueError(f"{what} must be a str or a Path, got {given!r}")
+    return Path(given)
+
+
 def expanded(what: str, path: str) -> Path:
     """The path that is given as `what`, with the home folder that it may begin with in place of its `~`."""
     try:

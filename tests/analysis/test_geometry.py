@@ -100,3 +100,13 @@ def test_shapes_are_checked():
         geometry(torch.zeros(4, 2, 3), torch.zeros(4))
     with pytest.raises(ValueError, match=r"got \[4, 2\] and \[5\]"):
         geometry(torch.zeros(4, 2), torch.zeros(5))
+
+
+def test_what_is_not_features_or_labels_is_named():
+    x, labels = random_case()
+    with pytest.raises(ValueError, match=r"^labels must be whole numbers, one a class, got torch\.float32$"):
+        geometry(x, torch.randn(len(x)))
+    with pytest.raises(ValueError, match=r"^features must be a tensor or an array of numbers, got a str$"):
+        geometry("a", labels)
+    with pytest.raises(ValueError, match=r"^labels must be a tensor or an array of numbers, got a str$"):
+        geometry(x, "b")

@@ -127,6 +127,12 @@ def test_batches_of_any_form():
     assert overlap(compiled, [x]) == overlap(model, [x])
 
 
+def test_what_are_no_batches_is_named():
+    for batches in (None, 5):
+        with pytest.raises(ValueError, match=rf"^batches must be several, .* list, got {type(batches).__name__}$"):
+            overlap(torch.nn.Identity(), batches)
+
+
 def test_a_complement_that_nothing_reaches_is_an_error():
     model, _ = small_vit(complement="lowrank")
     with pytest.raises(ValueError, match=r"batches must reach every complement, but none came to 'blocks.0.mlp'"):

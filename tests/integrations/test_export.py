@@ -130,7 +130,25 @@ def test_a_folded_model_runs_on_the_kernels_where_there_are_any(backend, times, 
     assert len(calls) == times
 
 
+@pytest.mark.parametrize("write", [to_onnx, to_torch_export])
+def test_what_cannot_be_written_is_named_before_the_export(tmp_path, write, monkeypatch):
+    monkeypatch.setattr(torch.export, "export", None)
+    monkeypatch.setattr(torch.onnx, "export", None)
+    (tmp_path / "file").touch()
+    model = nn.Flatten()
+    for given, path, message in (
+        ("a", tmp_path / "new", r"model must be a torch\.nn\.Module, got str"),
+        (model, None, "path must be a str or a Path, got None"),
+        (model, tmp_path, "path must name a file, got .*, which is a folder"),
+        (model, tmp_path / "file" / "new", "path's folder must be a folder that can be written, but .*file is a file"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            write(given, path, images(1))
+
+
 def test_folding_needs_a_complement():
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got str"):
+        fold("a")
     with pytest.raises(ValueError, match="DeepViT has no complement that can be folded"):
         fold(oqc.create_model("deep_vit_mlp", depth=2, width=32, heads=2))
 

@@ -107,8 +107,9 @@ def test_trainable_with_a_head():
     assert {id(p) for p in trainable(model, also=(model.head, model.norm))} == picked | {
         id(p) for p in model.norm.parameters()
     }
-    with pytest.raises(ValueError, match=r"also must be a module or several, got \['head'\]"):
-        trainable(model, also=["head"])
+    for also, got in ((None, "NoneType"), (5, "int"), (["head"], "str"), (list(model.head.parameters()), "Parameter")):
+        with pytest.raises(ValueError, match=rf"^also must be a module, such as model\.head, or several, got {got}$"):
+            trainable(model, also=also)
 
 
 def test_trainable_with_a_head_that_is_not_of_the_model():

@@ -324,6 +324,18 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
         assert torch.equal(load(tmp_path)(X), y)
 
 
+def test_what_is_not_a_path_or_a_device_is_named(tmp_path, monkeypatch):
+    save(vit(), tmp_path, arguments=ARGUMENTS)
+    with pytest.raises(ValueError, match=r"^path must be a str or a Path, got None$"):
+        save(vit(), None)
+    with pytest.raises(ValueError, match=r"^path must be a str or a Path, got None$"):
+        load(None)
+    monkeypatch.setattr("oqc.integrations.saving._build", None)
+    for device in ("foo", "cuda:99"):
+        with pytest.raises(ValueError, match=rf"^device must be one that PyTorch has here, got {device!r}.*$"):
+            load(tmp_path, device=device)
+
+
 def test_a_file_of_somebody_else_stays(tmp_path):
     (tmp_path / "model.safetensors").write_text("mine")
     with pytest.raises(ValueError, match=r"has a model.safetensors that oqc.save did not write; name another folder"):

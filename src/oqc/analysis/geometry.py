@@ -27,12 +27,14 @@ def geometry(features: Tensor, labels: Tensor) -> dict[str, float | None]:
     That is: anything for features that are not finite or all equal, a separation for a single class or where no class
     has two distinct features, one by cosines where a feature is zero.
     """
-    features, labels = torch.as_tensor(features), torch.as_tensor(labels)
+    features, labels = _tensor("features", features), _tensor("labels", labels)
     if features.ndim != 2 or labels.shape != features.shape[:1]:
         raise ValueError(
             "features must be [n, D] and labels [n] with the same n,"
             f" got {list(features.shape)} and {list(labels.shape)}"
         )
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"labels must be whole numbers, one a class, got {labels.dtype}")
     x = features.detach().double()
     found: dict[str, float | None] = dict.fromkeys(METRICS)
     centred = x - x.mean(0)
@@ -50,6 +52,13 @@ def geometry(features: Tensor, labels: Tensor) -> dict[str, float | None]:
         found["separation_cosine_centred"] = _cosine(centred, index, sizes)
         found["separation_scatter"] = float((total - within) / within)
     return found
+
+
+def _tensor(what: str, given: object) -> Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"{what} must be a tensor or an array of numbers, got a {type(given).__name__}") from None
 
 
 def _rounding(x: Tensor) -> Tensor:

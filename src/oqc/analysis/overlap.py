@@ -39,6 +39,8 @@ def overlap(model: nn.Module, batches: Iterable[Any], *, by_block: bool = False)
     """
     if isinstance(batches, (Tensor, Mapping)):
         raise ValueError("batches must be several, such as a loader or a list; put a single batch into a list")
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise ValueError(f"batches must be several, such as a loader or a list, got {type(batches).__name__}")
     model = getattr(model, "_orig_mod", model)  # what torch.compile runs calls no hooks
     networks = {path: one for path, one in model.named_modules() if isinstance(_branch(one), Complement)}
     if not networks:

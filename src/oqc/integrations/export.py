@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from oqc.files import as_path, check_folder
+from oqc.integrations.wrappers import check_model
+
 
 def to_onnx(model: nn.Module, path: str | Path, example: Tensor, *, size_step: int | None = None) -> None:
     """Writes an ONNX file that takes any number of images (`images` in, `output` out).
@@ -25,8 +28,7 @@ def to_onnx(model: nn.Module, path: str | Path, example: Tensor, *, size_step: i
         import onnxscript  # noqa: F401
     except ImportError:
         raise ValueError("ONNX export needs onnx and onnxscript: pip install onnx onnxscript") from None
-    model, batch, shapes = _prepared(model, example, size_step)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    model, batch, shapes = _prepared(model, path, example, size_step)
     with _quiet():
         if size_step is not None:
             _check_sizes(torch.export.export(model, (batch,), dynamic_shapes=(shapes,)), batch, size_step)
@@ -45,8 +47,7 @@ def to_onnx(model: nn.Module, path: str | Path, example: Tensor, *, size_step: i
 
 def to_torch_export(model: nn.Module, path: str | Path, example: Tensor, *, size_step: int | None = None) -> None:
     """Writes a `torch.export` program; `torch.export.load(path).module()` runs it."""
-    model, batch, shapes = _prepared(model, example, size_step)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    model, batch, shapes = _prepared(model, path, example, size_step)
     with _quiet():
         program = torch.export.export(model, (batch,), dynamic_shapes=(shapes,))
         if size_step is not None:
@@ -54,10 +55,19 @@ def to_torch_export(model: nn.Module, path: str | Path, example: Tensor, *, size
         torch.export.save(program, path)
 
 
-def _prepared(model: nn.Module, example: Tensor, size_step: int | None) -> tuple[nn.Module, Tensor, dict[int, Any]]:
-    """A frozen copy on the CPU, a batch of two (one would be taken for a constant), and what may vary."""
+def _prepared(
+    model: nn.Module, path: str | Path, example: Tensor, size_step: int | None
+) -> tuple[nn.Module, Tensor, dict[int, Any]]:
+    """A frozen copy on the CPU, a batch of two (one would be taken for a constant), and what may vary. Makes the
+    folder that the file goes to."""
+    check_model(model)
     if not isinstance(example, Tensor):
         raise ValueError(f"example must be a tensor of images, got {type(example).__name__}")
+    file = as_path("path", path)
+    if file.is_dir():
+        raise ValueError(f"path must name a file, got {file}, which is a folder")
+    check_folder("path's folder", file.parent)
+    file.parent.mkdir(parents=True, exist_ok=True)
     model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
     batch = example.detach().cpu()[:1].repeat_interleave(2, 0)
     shapes: dict[int, Any] = {0: Dim("batch")}

@@ -8,6 +8,7 @@ from torch import nn
 from oqc import ops
 from oqc.integrations.freezing import freeze
 from oqc.integrations.injection import Injected, complements
+from oqc.integrations.wrappers import check_model
 from oqc.nn import OQCFFN
 
 
@@ -21,6 +22,7 @@ def fold(model: nn.Module) -> nn.Module:
     folding where it goes, and holds no G and M. Cast a model to half precision before folding, not after: G and M are
     kept in float32.
     """
+    check_model(model)
     folded = False
     for _, module in complements(model):
         out = _output_projection(module)

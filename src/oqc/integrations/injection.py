@@ -215,9 +215,10 @@ def trainable(
     check_model(model)
     model = uncompiled(model)
     check_not_wrapped(model, "oqc.trainable")
-    others = [also] if isinstance(also, nn.Module) else list(also)
-    if not all(isinstance(module, nn.Module) for module in others):
-        raise ValueError(f"also must be a module or several, got {also!r}")
+    others: list[Any] = [also] if isinstance(also, nn.Module) or not isinstance(also, Iterable) else list(also)
+    for other in others:
+        if not isinstance(other, nn.Module):
+            raise ValueError(f"also must be a module, such as model.head, or several, got {type(other).__name__}")
     branches = [module.complement for _, module in complements(model)]
     if not branches and part == "complement":
         raise ValueError(f"{type(model).__name__} has no complement to train; call oqc.inject(model) first")

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from oqc.files import check_folder, write_whole
+from oqc.files import as_path, check_folder, write_whole
 from oqc.integrations import bases
 from oqc.integrations.bases import Base
 from oqc.integrations.finding import quantised
@@ -40,7 +40,7 @@ def save(
     given (timm: the keywords of `create_model`) and `name` is its name in its library.
     """
     check_model(model)
-    folder = Path(path)
+    folder = as_path("path", path)
     if not str(path):
         raise ValueError("path must name a folder, got ''")
     check_folder("path", folder)
@@ -96,7 +96,12 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
 
     Also takes a folder that transformers' own `save_pretrained` made of an injected model.
     """
-    folder = Path(path)
+    folder = as_path("path", path)
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:  # no device, or one that is not here
+        said = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(f"device must be one that PyTorch has here, got {device!r}: {said}") from None
     if not (folder / RECORD).exists():
         config = _config(folder / "config.json")
         if {"model", "data", "train"} <= config.keys():
