@@ -13,6 +13,7 @@ import pytest
 from oqc import config
 from oqc.cli import report as cli
 from oqc.experiments.presets import PRESETS
+from oqc.train import RunFolder
 
 DEMO = Path(__file__).parents[2] / "results" / "demo" / "runs.jsonl"
 
@@ -83,6 +84,21 @@ def test_mistakes_are_one_line(tmp_path, text, message):
         cli.report(tmp_path)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "results.md").exists()
+
+
+def test_runs_of_train_are_told_from_records(tmp_path):
+    run, seeds = tmp_path / "a run", tmp_path / "seeds"
+    for folder in (run, seeds / "s1", seeds / "s0"):
+        RunFolder(folder).write("config.json", config.to_dict(config.Run()))
+    with pytest.raises(
+        ValueError, match=r"a run is a run of oqc train and has no runs\.jsonl; .*: oqc analyze '.*a run'$"
+    ):
+        cli.report(run)
+    with pytest.raises(ValueError, match=r"seeds holds runs of oqc train \(s0, s1\) .*: oqc analyze .*/seeds/s0$"):
+        cli.report(seeds)
+    (run / "config.json").write_text('{"architectures": ["ViTModel"]}')
+    with pytest.raises(ValueError, match="no results file at"):
+        cli.report(run)
 
 
 def test_places_that_are_no_folders(tmp_path):
