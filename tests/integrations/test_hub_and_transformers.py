@@ -15,7 +15,8 @@ from torch import nn
 import oqc
 from oqc.integrations import transformers as ours
 from oqc.integrations.hub import HubDeepViT
-from oqc.integrations.injection import Injected, inject, remove, specification
+from oqc.integrations.injected import Injected
+from oqc.integrations.injection import inject, remove, specification
 from oqc.integrations.saving import load, save
 
 X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import oqc
 from oqc.analysis import overlap
-from oqc.integrations.injection import Injected, inject, remove, specification, trainable
+from oqc.integrations.injected import Injected
+from oqc.integrations.injection import inject, remove, specification, trainable
 from oqc.nn import KINDS
 
 

@@ -7,7 +7,8 @@ from torch import nn
 
 from oqc import ops
 from oqc.integrations.freezing import freeze
-from oqc.integrations.injection import Injected, complements
+from oqc.integrations.injected import Injected
+from oqc.integrations.injection import complements
 from oqc.integrations.wrappers import check_model
 from oqc.nn import OQCFFN
 
