@@ -97,7 +97,7 @@ def ffn(*args: Any) -> tuple[Tensor, ...]:
     from oqc.ops import triton_complement, triton_mix, triton_spatial
 
     with on_device_of(x):
-        n, stats = _norm_shapes(x, given)
+        n, stats = _empty(x, 2)
         proj = F.linear(x, given.weight_in, cast(given.bias_in, x))  # [T, C]
         a, c, u, v, logit = split(proj, hidden, form)
         both = x.new_empty(x.shape[0], both_columns(stack, form))  # [b | z | 1], b alone without a complement
